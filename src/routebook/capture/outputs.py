@@ -31,7 +31,9 @@ class RoutedExpertsTensors(NamedTuple):
         """Queue the copy to the host on the current stream; wait for its event before `tolists`."""
         if self.ids_TLK.device.type == "cpu":
             return self
-        return RoutedExpertsTensors(self.ids_TLK.to("cpu", non_blocking=True))
+        # Pinned: a copy to pageable memory would block here. The allocator reuses freed pinned pages.
+        host_TLK = torch.empty(self.ids_TLK.shape, dtype=self.ids_TLK.dtype, pin_memory=True)
+        return RoutedExpertsTensors(host_TLK.copy_(self.ids_TLK, non_blocking=True))
 
     def tolists(self) -> RoutedExpertsLists:
         """View the host tensor as numpy. The copy queued before must have completed."""

@@ -1,0 +1,1 @@
+"""The embedded engine: scheduler, paged KV, worker, sampling; torch and transformers."""

@@ -10,6 +10,11 @@ Order of calls in one step::
     update_from_output:  store_batch(step)                       (before anything else of it is looked at)
                          read / release                          (answers)
 
+Steps are stored in the order in which they were scheduled. With asynchronous scheduling the plan of a later step may
+come before the `store_batch` of an earlier one. The run of a request is the number of times it was preempted: run 0
+until its first preemption. Each run computes a contiguous range of positions that starts behind the blocks it took
+from the prefix cache, so a block that gets full was computed whole by one run, or taken whole.
+
 Legend of shape suffixes: T = rows of a step or range, R = requests of a step, L = MoE layers, K = top-k.
 """
 
@@ -23,6 +28,7 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
+from routebook.errors import LedgerError
 from routebook.routes.provenance import Provenance, provenance_of_rows
 from routebook.routes.schema import RouteSchema
 
@@ -47,7 +53,7 @@ class StepRows:
     """
 
     request_ids: Sequence[str]
-    """Requests in batch order."""
+    """Requests in batch order, each once."""
 
     starts_R: npt.NDArray[np.int64]
     """Position of the first row of each request in this step."""
@@ -59,7 +65,45 @@ class StepRows:
     """Expert ids in the schema's dtype, `[sum(counts_R), L, K]`, contiguous."""
 
     weight_version: int
-    """Version of the weights that ran the step."""
+    """Version of the weights that ran the step, fits uint32."""
+
+    runs_R: npt.NDArray[np.int64] | None = None
+    """Run of each request when the step was scheduled: how often it had been preempted before. None says that no
+    request was preempted between the plan of this step and now, as holds when each step is stored before the next
+    one is planned; an asynchronous scheduler must tell."""
+
+    def check(self, schema: RouteSchema) -> None:
+        """Refuse a step that contradicts itself or the schema.
+
+        Raises:
+            LedgerError: with the value that does not fit.
+        """
+        self._check_requests()
+        rows = int(self.counts_R.sum())
+        ids = self.ids_TLK
+        if ids.dtype != schema.dtype or ids.shape != schema.shape(rows):
+            raise LedgerError(
+                f"ids {ids.dtype}{list(ids.shape)} are not {schema.dtype}{list(schema.shape(rows))}"
+            )
+        if not ids.flags.c_contiguous:
+            raise LedgerError(f"ids of strides {ids.strides} are not contiguous; copy them first")
+        if not 0 <= self.weight_version <= np.iinfo(np.uint32).max:
+            raise LedgerError(f"weight_version={self.weight_version} does not fit uint32")
+
+    def _check_requests(self) -> None:
+        num_requests = len(self.request_ids)
+        if len(set(self.request_ids)) != num_requests:
+            raise LedgerError(f"a request occurs twice in the step {list(self.request_ids)}")
+        columns = {"starts_R": self.starts_R, "counts_R": self.counts_R}
+        if self.runs_R is not None:
+            columns["runs_R"] = self.runs_R
+        for name, column in columns.items():
+            if column.shape != (num_requests,) or column.dtype != np.int64:
+                raise LedgerError(
+                    f"{name} {column.dtype}{list(column.shape)} is not int64[{num_requests}]"
+                )
+            if num_requests and column.min() < 0:
+                raise LedgerError(f"{name} holds {column.min()}; none may be negative")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,12 +124,16 @@ class RowRange:
 
 @dataclass(frozen=True, slots=True)
 class LedgerUsage:
-    """What a ledger holds right now; all but `published` are zero when no request lives."""
+    """What a ledger holds right now; `requests` and `request_chunks` are zero when no request lives."""
 
     requests: int
+    """Living requests, the preempted ones included."""
     request_chunks: int
+    """References that living requests hold to stored blocks; a block that n requests share counts n times."""
     published: int
+    """Block hashes whose rows can be shared."""
     capacity_nbytes: int
+    """Bytes allocated for rows, the unused part included."""
 
 
 class Ledger(ABC):
@@ -100,19 +148,23 @@ class Ledger(ABC):
 
     @abstractmethod
     def begin(self, request_id: str, num_prompt_tokens: int) -> None:
-        """Start a request. Rows below `num_prompt_tokens` will be `PREFILL`, later ones `DECODE`.
+        """Start a request in run 0. Rows below `num_prompt_tokens` will be `PREFILL`, later ones `DECODE`.
+
+        An id may be used again once its request is released and every step that ran it is stored.
 
         Raises:
-            LedgerError: a request of this id lives already.
+            LedgerError: a request of this id lives already, or `num_prompt_tokens` is negative.
         """
 
     @abstractmethod
     def share(self, request_id: str, block_hashes: Sequence[bytes]) -> None:
-        """The request took its first `len(block_hashes)` KV blocks from the prefix cache.
+        """The request took its first `len(block_hashes)` KV blocks from the prefix cache, for its current run.
 
-        Their rows are those of whoever computed the blocks, origin `PREFIX_CACHE`, also when that step has been
-        scheduled but not stored yet. Positions for which the request owns a row already (it ran before, and was
-        preempted) keep it: the earliest computation wins. A hash that is not published leaves absent rows.
+        Called at most once per run, before the run's first step. Their rows are those of whoever computed the
+        blocks, origin `PREFIX_CACHE`, also when that step has been scheduled but not stored yet; until then they
+        read as absent. Positions for which the request has a row already (it ran before, and was preempted) keep
+        it, own or shared: the earliest computation wins. So does the row of an earlier run that is stored only
+        after this call (see `StepRows.runs_R`). A hash that is not published leaves absent rows.
 
         Raises:
             LedgerError: no such request.
@@ -122,28 +174,37 @@ class Ledger(ABC):
     def publish(self, request_id: str, block_index: int, block_hash: bytes) -> None:
         """KV block `block_index` of the request is full (once the scheduled step has run) and has this hash.
 
-        A hash that is published already keeps its rows. When the request recomputes a block whose rows it owns
-        from an earlier computation, what is published are the rows of the recomputation, since they made the block,
-        while the request itself keeps its earlier ones.
+        Called in the run that computes the block, from the plan of the step that fills it on. A hash that is
+        published already keeps its rows. When the request recomputes a block whose rows it has from an earlier
+        computation, what is published are the rows of the recomputation, all of them, since they made the block,
+        while the request itself keeps its earlier ones. Published rows outlive the request.
 
         Raises:
-            LedgerError: no such request.
+            LedgerError: no such request, `block_index` is negative, or the hash is not published and the current
+                run took the block from the prefix cache, so that it has no rows of its own to publish.
         """
 
     @abstractmethod
     def withdraw(self, block_hashes: Sequence[bytes]) -> None:
-        """The KV blocks of these hashes were evicted; unknown hashes are ignored. Requests sharing them keep the rows."""
+        """No KV block has these hashes any more; unknown hashes are ignored. Requests sharing them keep the rows."""
 
     @abstractmethod
     def available(self, block_hashes: Sequence[bytes]) -> int:
-        """How many leading hashes are published, hence safe for a request that wants its rows."""
+        """How many leading hashes are published, hence safe for a request that wants its rows.
+
+        Rows of a published block are stored, or are those of a step that is scheduled already.
+        """
 
     @abstractmethod
     def store_batch(self, step: StepRows) -> None:
-        """Write a whole step at once. Requests that are gone are skipped; a position that has a row keeps it.
+        """Write a whole step at once. A position that has a row keeps it.
+
+        Requests that are gone, or were never begun, are skipped; only rows that complete a block which such a
+        request had published reach that block, for those who share it.
 
         Raises:
-            LedgerError: shapes or dtype do not fit the schema; nothing is written.
+            LedgerError: the step does not fit the schema or itself (see `StepRows.check`), or names a run that has
+                not begun; nothing is written.
         """
 
     @abstractmethod
@@ -157,6 +218,8 @@ class Ledger(ABC):
     @abstractmethod
     def release(self, request_id: str, reason: ReleaseReason) -> None:
         """The request leaves (`FINISHED`, `ABORTED`: its rows go) or waits (`PREEMPTED`: its rows stay).
+
+        After `PREEMPTED` the request lives on in its next run; its rows can be read while it waits.
 
         Raises:
             LedgerError: no such request.

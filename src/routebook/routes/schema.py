@@ -1,11 +1,12 @@
 """What the axes of routed experts mean: which layers, how many experts, how many picks.
 
-Legend of shape suffixes: T = tokens (rows), L = MoE layers, K = top-k, H = hidden layers of the model.
+Legend of shape suffixes: T = tokens (rows), L = MoE layers, K = top-k, H = hidden layers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -36,12 +37,13 @@ class RouteSchema:
     """All decoder layers of the model, dense ones included; formats that list them all need it."""
 
     def __post_init__(self) -> None:
-        ordered = all(a < b for a, b in zip(self.layer_ids, self.layer_ids[1:], strict=False))
+        ordered = all(a < b for a, b in pairwise(self.layer_ids))
         if not self.layer_ids or not ordered or self.layer_ids[0] < 0:
             raise SchemaMismatchError(f"layer_ids={self.layer_ids} must be ascending, not empty")
         if self.layer_ids[-1] >= self.num_hidden_layers:
             raise SchemaMismatchError(
-                f"layer {self.layer_ids[-1]} does not exist in {self.num_hidden_layers} hidden layers"
+                f"layer {self.layer_ids[-1]} does not exist in a model of "
+                f"{self.num_hidden_layers} hidden layers"
             )
         if not 1 <= self.top_k <= self.num_experts:
             raise SchemaMismatchError(f"top_k={self.top_k} of num_experts={self.num_experts}")
@@ -65,7 +67,7 @@ class RouteSchema:
 
     @property
     def absent(self) -> int:
-        """What fills an absent row. It may be a valid id: only the validity mask says what is absent."""
+        """What fills an absent row. It may be a valid id: only the validity mask tells."""
         return int(np.iinfo(self.dtype).max)
 
     def shape(self, num_rows: int) -> tuple[int, int, int]:

@@ -1,0 +1,42 @@
+# `make demo` and `make test` do all of their own set-up, in .venv, on a fresh machine.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+# One thread each: several are slower on small busy machines, and change the order of sums.
+export OMP_NUM_THREADS ?= 1
+export HF_HUB_DISABLE_TELEMETRY ?= 1
+
+.PHONY: demo test lint unit format models benchmark clean
+
+demo: $(READY)
+	$(BIN)/routebook demo --out runs/demo.routes
+
+test: lint unit
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+unit: $(READY)
+	$(BIN)/pytest -n 2
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+models: $(READY)
+	$(BIN)/python -m tests.model_table docs/models.md
+
+benchmark: $(READY)
+	$(BIN)/python -m benchmarks.engine_speed
+	$(BIN)/python -m benchmarks.ledger_speed
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $(READY)
+
+clean:
+	rm -rf .venv runs build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Measurements, each run with one command: `python -m benchmarks.NAME`."""

@@ -1,0 +1,103 @@
+"""Does capture cost anything, and is the engine as fast as transformers' own `generate`?
+
+One run interleaves, round by round: the engine without rows, the engine with rows, `generate`. All decode a batch of
+32 prompts of 32 tokens for 64 tokens, greedily, with the bundled model in float32 on one thread. Ratios are of the
+same round, so that a busy machine slows both sides of a ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+from time import process_time
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.results import describe_run, spread, write_result
+from routebook.engine.llm import LLM
+from routebook.engine.sampling_params import SamplingParams
+from routebook.models import bundled_model_path
+
+BATCH, PROMPT, COMPLETION = 32, 32, 64
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    rounds = parser.parse_args().rounds
+    torch.set_num_threads(1)
+    path = str(bundled_model_path("tiny"))
+    llm = LLM(path, dtype="float32", prefix_caching=False, max_num_seqs=BATCH)
+    peer = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    prompts = torch.randint(
+        5, peer.config.vocab_size, (BATCH, PROMPT), generator=torch.Generator().manual_seed(0)
+    )
+    ways = {
+        "rows_off": lambda: run_engine(llm, prompts, rows=False),
+        "rows_on": lambda: run_engine(llm, prompts, rows=True),
+        "generate": lambda: run_generate(peer, prompts),
+    }
+    seconds = measure(ways, rounds)
+    result = describe_run(("torch", "transformers", "numpy")) | summary(seconds)
+    print(result["says"])
+    print(f"wrote {write_result('engine_speed', result)}")
+
+
+def measure(ways: dict[str, Any], rounds: int) -> dict[str, list[float]]:
+    """CPU seconds of every way in every round; the order turns, and one round warms up."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    names = list(ways)
+    for index in range(rounds + 1):
+        for name in names[index % len(names) :] + names[: index % len(names)]:
+            start = process_time()
+            ways[name]()
+            if index:
+                seconds[name].append(process_time() - start)
+    return seconds
+
+
+def run_engine(llm: LLM, prompts: torch.Tensor, *, rows: bool) -> None:
+    params = SamplingParams(
+        temperature=0, max_tokens=COMPLETION, ignore_eos=True, routed_experts=rows
+    )
+    outputs = llm.generate(prompts.tolist(), params)
+    assert all(len(output.choices[0].token_ids) == COMPLETION for output in outputs)
+
+
+@torch.inference_mode()
+def run_generate(peer: Any, prompts: torch.Tensor) -> None:
+    output = peer.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        do_sample=False,
+        min_new_tokens=COMPLETION,
+        max_new_tokens=COMPLETION,
+    )
+    assert output.shape == (BATCH, PROMPT + COMPLETION)
+
+
+def summary(seconds: dict[str, list[float]]) -> dict[str, Any]:
+    """Ratios with their spread."""
+    pairs = list(zip(seconds["rows_on"], seconds["rows_off"], strict=True))
+    cost = spread([on / off - 1 for on, off in pairs])
+    peer = spread(
+        [g / on for g, on in zip(seconds["generate"], seconds["rows_on"], strict=True)]
+    )
+    return {
+        "batch": BATCH,
+        "prompt_tokens": PROMPT,
+        "completion_tokens": COMPLETION,
+        "cpu_seconds": {name: spread(values) for name, values in seconds.items()},
+        "capture_cost": cost,
+        "speed_over_generate": peer,
+        "says": (
+            f"capture costs {cost['median']:.1%} ({cost['min']:.1%} to {cost['max']:.1%});"
+            f" with rows, {peer['median']:.2f} x the speed of generate"
+            f" ({peer['min']:.2f} to {peer['max']:.2f})"
+        ),
+    }
+
+
+if __name__ == "__main__":
+    main()

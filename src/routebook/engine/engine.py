@@ -1,0 +1,273 @@
+"""The engine: takes requests, runs steps, hands out completions with their rows.
+
+It owns one scheduler and one worker and moves data between them; each of them could sit in another process.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from routebook.engine.block_pool import BlockPool
+from routebook.engine.config import EngineConfig
+from routebook.engine.detokenizer import Detokenizer
+from routebook.engine.kv_cache_manager import KVCacheManager
+from routebook.engine.model_loader import LoadedModel, load_model
+from routebook.engine.model_runner import ModelRunner
+from routebook.engine.outputs import CompletionOutput, RequestOutput
+from routebook.engine.record_builder import build_record
+from routebook.engine.request import FinishReason, Request, RequestStatus
+from routebook.engine.sampling_params import SamplingParams
+from routebook.engine.scheduler import Scheduler
+from routebook.errors import ConfigError, IntegrityError, RequestError
+from routebook.ledger import RequestLedger
+from routebook.routes import RouteSchema
+
+
+@dataclass(slots=True)
+class _Group:
+    """A prompt with its `n` completions."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    choices: dict[int, CompletionOutput] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Child:
+    """One completion of a group."""
+
+    group: _Group
+    index: int
+    detokenizer: Detokenizer | None
+
+
+class Engine:
+    """Continuous batching over one model, with the routed experts of every token.
+
+    Args:
+        model: a folder, a hub id, a bundled name, or a transformers model.
+        config: options of the components.
+        tokenizer: overrides the model's own.
+
+    Raises:
+        ModelError: the model cannot be used; the message says why.
+        ConfigError: the options do not fit the model or each other.
+    """
+
+    def __init__(
+        self, model: str | Any, config: EngineConfig, tokenizer: Any | None = None
+    ) -> None:
+        self.config = config
+        self.loaded: LoadedModel = load_model(model, tokenizer, config.model)
+        self.runner = ModelRunner(
+            self.loaded,
+            reference=config.model.reference,
+            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        )
+        self.schema: RouteSchema = self.runner.capturer.schema
+        self.max_model_len = self._allocate()
+        self.scheduler = self._make_scheduler()
+        self._random = random.Random(config.scheduler.base_seed)
+        self._children: dict[str, _Child] = {}
+        self._num_requests = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request waits or runs."""
+        return self.scheduler.has_work
+
+    def tokenize(self, prompt: str) -> list[int]:
+        """Token ids of a text, as the model's tokenizer makes them.
+
+        Raises:
+            RequestError: the model has no tokenizer.
+        """
+        if self.loaded.tokenizer is None:
+            raise RequestError("the model has no tokenizer; give token ids instead of a text")
+        token_ids: list[int] = self.loaded.tokenizer.encode(prompt)
+        return token_ids
+
+    def check_request(self, token_ids: list[int], params: SamplingParams) -> None:
+        """Refuse what cannot be served, before anything is queued.
+
+        Raises:
+            RequestError: an empty or too long prompt, a token id outside the vocabulary, a start beyond the prompt.
+        """
+        if not token_ids:
+            raise RequestError("the prompt is empty; give at least one token")
+        if len(token_ids) >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(token_ids)} tokens; with max_model_len={self.max_model_len} it may have"
+                f" {self.max_model_len - 1} at most"
+            )
+        wrong = next((t for t in token_ids if not 0 <= t < self.loaded.vocab_size), None)
+        if wrong is not None:
+            raise RequestError(
+                f"token id {wrong} lies outside the vocabulary of {self.loaded.vocab_size}"
+            )
+        if params.routed_experts_prompt_start > len(token_ids):
+            raise RequestError(
+                f"routed_experts_prompt_start={params.routed_experts_prompt_start} lies beyond the prompt of"
+                f" {len(token_ids)} tokens"
+            )
+        if params.stop and self.loaded.tokenizer is None:
+            raise RequestError(
+                f"stop={list(params.stop)} needs a tokenizer, which the model has not"
+            )
+
+    def add_request(
+        self, token_ids: list[int], params: SamplingParams, prompt: str | None = None
+    ) -> str:
+        """Queue a prompt; returns the id under which its output will come.
+
+        Raises:
+            RequestError: see :meth:`check_request`; nothing was queued.
+        """
+        self.check_request(token_ids, params)
+        request_id = str(self._num_requests)
+        self._num_requests += 1
+        group = _Group(request_id, prompt, tuple(token_ids), params)
+        base_seed = self._random.getrandbits(62) if params.seed is None else params.seed
+        for index in range(params.n):
+            self._add_child(group, index, base_seed + index)
+        return request_id
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; return the prompts all of whose completions have ended with it."""
+        plan = self.scheduler.schedule()
+        assert plan.num_scheduled_tokens, "work waits, but nothing could be planned"
+        output = self.runner.execute(plan)
+        finished = []
+        for request in self.scheduler.update_from_output(plan, output):
+            self._detokenize(request)
+            if request.status is RequestStatus.FINISHED:
+                finished += self._close(request)
+        self._drop_when_idle()
+        return finished
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End all open completions of a prompt; what they have so far comes back, rows included.
+
+        Returns None when no such prompt is open.
+        """
+        output: RequestOutput | None = None
+        for child_id, child in list(self._children.items()):
+            if child.group.request_id == request_id:
+                request = self.scheduler.requests[child_id]
+                self.scheduler.finish(request, FinishReason.ABORT)
+                output = next(iter(self._close(request)), None)
+        self._drop_when_idle()
+        return output
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all shared prefixes."""
+        self.scheduler.cache.reset_prefix_cache()
+
+    def check_integrity(self) -> None:
+        """Recount blocks, rows and the worker's requests.
+
+        Raises:
+            IntegrityError: a leak or a contradiction.
+        """
+        self.scheduler.check_integrity()
+        if set(self._children) != set(self.scheduler.requests):
+            raise IntegrityError("completions and scheduled requests differ")
+        if not self.has_work:
+            self.runner.check_idle()
+
+    def _drop_when_idle(self) -> None:
+        """Finished requests are told to the worker with the next step, unless there is none."""
+        if not self.has_work:
+            self.runner.drop(self.scheduler.take_dropped())
+
+    def _allocate(self) -> int:
+        """Size the pool; returns the longest sequence."""
+        cache, scheduler = self.config.cache, self.config.scheduler
+        limit = self.loaded.max_model_len
+        if scheduler.max_model_len is not None and scheduler.max_model_len > limit:
+            raise ConfigError(
+                f"max_model_len={scheduler.max_model_len} exceeds the model's limit of {limit} tokens"
+            )
+        wanted = scheduler.max_model_len or limit
+        num_blocks = self.runner.num_blocks(cache, scheduler.max_num_seqs, wanted)
+        max_model_len = min(wanted, num_blocks * cache.block_size)
+        if scheduler.max_model_len is not None and max_model_len < wanted:
+            raise ConfigError(
+                f"max_model_len={wanted} needs more than {num_blocks} KV blocks of {cache.block_size} tokens;"
+                " raise num_blocks or kv_cache_gib"
+            )
+        self.num_blocks = num_blocks
+        self.runner.allocate(num_blocks, cache.block_size, scheduler.max_num_seqs, max_model_len)
+        return max_model_len
+
+    def _make_scheduler(self) -> Scheduler:
+        cache = self.config.cache
+        ledger = RequestLedger(self.schema, cache.block_size)
+        # The state of a recurrent layer is not in the KV blocks, so such a prefix cannot be shared.
+        caching = cache.prefix_caching and self.runner.mixers is None
+        manager = KVCacheManager(BlockPool(self.num_blocks), cache.block_size, ledger, caching)
+        return Scheduler(
+            self.config.scheduler,
+            manager,
+            ledger,
+            max_model_len=self.max_model_len,
+            eos_token_ids=self.loaded.eos_token_ids,
+        )
+
+    def _add_child(self, group: _Group, index: int, seed: int) -> None:
+        child_id = f"{group.request_id}.{index}"
+        tokenizer = self.loaded.tokenizer
+        detokenizer = Detokenizer(tokenizer, group.params.stop) if tokenizer is not None else None
+        self._children[child_id] = _Child(group, index, detokenizer)
+        self.scheduler.add(
+            Request(
+                request_id=child_id,
+                token_ids=list(group.prompt_token_ids),
+                num_prompt_tokens=len(group.prompt_token_ids),
+                params=group.params,
+                seed=seed % 2**63,
+            )
+        )
+
+    def _detokenize(self, request: Request) -> None:
+        """Follow the text, and end the completion where a stop text appears."""
+        child = self._children[request.request_id]
+        if child.detokenizer is None:
+            return
+        stop_text = child.detokenizer.add(request.token_ids[-1])
+        if stop_text is None:
+            return
+        if request.status is RequestStatus.FINISHED:
+            request.finish_reason, request.stop_reason = FinishReason.STOP, stop_text
+        else:
+            self.scheduler.finish(request, FinishReason.STOP, stop_text)
+
+    def _close(self, request: Request) -> list[RequestOutput]:
+        """Make the completion's output; the prompt's, when it was the last one."""
+        child = self._children.pop(request.request_id)
+        assert request.finish_reason is not None
+        child.group.choices[child.index] = CompletionOutput(
+            index=child.index,
+            text=child.detokenizer.text if child.detokenizer is not None else "",
+            token_ids=tuple(request.output_token_ids),
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+            logprobs=tuple(request.logprobs) if request.params.logprobs is not None else None,
+            routed_experts=build_record(self.scheduler.ledger, request),
+        )
+        self.scheduler.release(request)
+        group = child.group
+        if len(group.choices) < group.params.n:
+            return []
+        return [
+            RequestOutput(
+                request_id=group.request_id,
+                prompt=group.prompt,
+                prompt_token_ids=group.prompt_token_ids,
+                choices=tuple(group.choices[index] for index in range(group.params.n)),
+            )
+        ]

@@ -1,0 +1,56 @@
+"""The experts' matrix products on the CPU, with less around them.
+
+transformers lets a model choose among registered implementations of its experts. On the CPU its grouped one spends
+a third of a small decode step beside the products, on bookkeeping that exists for other devices. This one computes
+the same products in the same order, and hands everything but the plain case to the original.
+
+Legend of shape suffixes: N = tokens, K = top-k, S = N * K picks, D = hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+
+EXPERTS_NAME = "routebook_grouped"
+
+
+def register_experts() -> None:
+    """Make the implementation known to transformers; doing it again changes nothing."""
+    ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, grouped_experts_forward)
+
+
+def grouped_experts_forward(
+    self: Any, hidden_ND: torch.Tensor, topk_ids_NK: torch.Tensor, weights_NK: torch.Tensor
+) -> torch.Tensor:
+    """Run each token through its experts and sum their outputs by weight: `[N, D]`."""
+    if not _is_plain(self):
+        output: torch.Tensor = grouped_mm_experts_forward(self, hidden_ND, topk_ids_NK, weights_NK)
+        return output
+    num_tokens, top_k = topk_ids_NK.shape
+    expert_S, order_S = torch.sort(topk_ids_NK.reshape(-1))
+    experts = torch.arange(self.num_experts, device=expert_S.device)
+    ends = torch.searchsorted(expert_S, experts, right=True, out_int32=True)
+    rows = hidden_ND.index_select(0, torch.div(order_S, top_k, rounding_mode="floor"))
+    gated = self._apply_gate(_products(rows, self.gate_up_proj, ends))
+    picked_SD = _products(gated, self.down_proj, ends)
+    picked_SD = torch.empty_like(picked_SD).index_copy_(0, order_S, picked_SD)
+    picked_NKD = picked_SD.view(num_tokens, top_k, -1)
+    return torch.bmm(weights_NK.to(picked_NKD.dtype)[:, None], picked_NKD)[:, 0]
+
+
+def _is_plain(experts: Any) -> bool:
+    """Gated, without biases, stored as transformers stores most families, all experts in this process."""
+    return bool(
+        experts.has_gate
+        and not experts.has_bias
+        and not experts.is_transposed
+        and not experts._is_expert_parallel
+    )
+
+
+def _products(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    product: torch.Tensor = torch._grouped_mm(rows, weights.transpose(-2, -1), offs=ends)
+    return product

@@ -1,0 +1,120 @@
+"""The offline interface: prompts in, completions with their routed experts out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from routebook.engine.config import EngineConfig
+from routebook.engine.engine import Engine
+from routebook.engine.outputs import RequestOutput
+from routebook.engine.sampling_params import SamplingParams
+from routebook.errors import RequestError
+from routebook.routes import RouteSchema
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A mixture-of-experts model that tells which experts every token used.
+
+    Args:
+        model: a folder, a hub id, `tiny` for the bundled model, or a transformers model in memory.
+        tokenizer: overrides the model's own.
+        config: options of :mod:`routebook.engine.config`, flat: `dtype`, `block_size`, `max_num_seqs`, ...
+
+    Raises:
+        ModelError: the model cannot be used; the message says why.
+        ConfigError: an option that cannot work.
+    """
+
+    def __init__(self, model: str | Any, *, tokenizer: Any | None = None, **config: Any) -> None:
+        self.engine = Engine(model, EngineConfig.from_options(**config), tokenizer)
+
+    @property
+    def schema(self) -> RouteSchema:
+        """Layers, experts and top-k of the model."""
+        return self.engine.schema
+
+    @property
+    def fingerprint(self) -> str:
+        """Tells these weights from others; see `model_fingerprint`."""
+        return self.engine.loaded.fingerprint
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Complete prompts, texts or token ids, in the order given.
+
+        Args:
+            prompts: one prompt or several; a text or a sequence of token ids each.
+            params: one for all, or one per prompt.
+            progress: show a progress bar on standard error.
+
+        Raises:
+            RequestError: a prompt or its parameters cannot be served; then nothing is generated at all.
+        """
+        prompt_list = _prompt_list(prompts)
+        params_list = _params_list(params, len(prompt_list))
+        requests = [self._tokenize(i, prompt) for i, prompt in enumerate(prompt_list)]
+        for index, (token_ids, wanted) in enumerate(zip(requests, params_list, strict=True)):
+            self._check(index, token_ids, wanted)
+        ids = [
+            self.engine.add_request(t, p, prompt if isinstance(prompt, str) else None)
+            for t, p, prompt in zip(requests, params_list, prompt_list, strict=True)
+        ]
+        outputs = self._run(len(ids), progress)
+        return [outputs[request_id] for request_id in ids]
+
+    def check_integrity(self) -> None:
+        """Recount blocks and rows; see :meth:`Engine.check_integrity`."""
+        self.engine.check_integrity()
+
+    def _run(self, count: int, progress: bool) -> dict[str, RequestOutput]:
+        outputs: dict[str, RequestOutput] = {}
+        with tqdm(total=count, desc="generate", unit="prompt", disable=not progress) as bar:
+            while self.engine.has_work:
+                for output in self.engine.step():
+                    outputs[output.request_id] = output
+                    bar.update()
+        return outputs
+
+    def _tokenize(self, index: int, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return [int(token_id) for token_id in prompt]
+        try:
+            return self.engine.tokenize(prompt)
+        except RequestError as error:
+            raise RequestError(f"prompt {index}: {error}") from error
+
+    def _check(self, index: int, token_ids: list[int], params: SamplingParams) -> None:
+        try:
+            self.engine.check_request(token_ids, params)
+        except RequestError as error:
+            raise RequestError(f"prompt {index}: {error}") from error
+
+
+def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _params_list(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise RequestError(
+            f"{len(params)} sampling parameters for {count} prompts; give one, or one each"
+        )
+    return list(params)

@@ -1,0 +1,194 @@
+"""The worker: holds the model and the KV pool, runs a step, and tells what it ran.
+
+Legend of shape suffixes: T = tokens of the step, R = requests of the step, B = sampled requests, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+
+from routebook.capture.capturer import Capturer
+from routebook.capture.outputs import RoutedExpertsTensors
+from routebook.engine.attention import KVShapeProbe
+from routebook.engine.config import CacheConfig
+from routebook.engine.input_batch import InputBatch, StepInputs
+from routebook.engine.kv_pool import KVPool, bytes_per_token
+from routebook.engine.mixers import StatefulMixers
+from routebook.engine.model_loader import LoadedModel
+from routebook.engine.packed_positions import PackedPositions, counts_rows
+from routebook.engine.paged_step import PagedStep
+from routebook.engine.reference import ReferenceStep
+from routebook.engine.sampler import SampledToken, sample
+from routebook.engine.step import ModelRunnerOutput, SchedulerOutput, SideOutputs
+from routebook.errors import ConfigError, IntegrityError
+
+_GIB = 2**30
+_PROBE_TOKENS = 5
+
+
+class ModelRunner:
+    """Binds capture, sizes the pool, and runs steps."""
+
+    def __init__(
+        self, loaded: LoadedModel, *, reference: bool, max_num_batched_tokens: int
+    ) -> None:
+        self.loaded = loaded
+        self._model = loaded.model
+        self._reference = reference
+        probe = KVShapeProbe()
+        self.capturer = Capturer.bind(
+            self._model, max_num_batched_tokens, run=lambda model: _probe_forward(model, probe)
+        )
+        self._kv_shapes = probe.shapes
+        self._counts_rows = counts_rows(self._model)
+        self.mixers = StatefulMixers.bind(self._model)
+        self._pool: KVPool | None = None
+        self._batch: InputBatch | None = None
+
+    def num_blocks(self, config: CacheConfig, max_num_seqs: int, max_model_len: int) -> int:
+        """KV blocks of the pool: as told, or what fits into the memory limit and can be used at all."""
+        if config.num_blocks is not None:
+            return config.num_blocks
+        per_block = bytes_per_token(self._kv_shapes, self.loaded.dtype) * config.block_size
+        useful = max_num_seqs * -(-max_model_len // config.block_size)
+        if not per_block:
+            return useful
+        fitting = int(config.kv_cache_gib * _GIB) // per_block
+        if fitting < 1:
+            raise ConfigError(
+                f"kv_cache_gib={config.kv_cache_gib} holds no KV block of {per_block} bytes"
+            )
+        return min(useful, fitting)
+
+    def allocate(
+        self, num_blocks: int, block_size: int, max_num_seqs: int, max_model_len: int
+    ) -> None:
+        """Take the memory for keys, values and the batch."""
+        self._pool = KVPool(
+            self._kv_shapes,
+            num_blocks,
+            block_size,
+            dtype=self.loaded.dtype,
+            device=self.loaded.device,
+        )
+        self._batch = InputBatch(max_num_seqs, max_model_len, block_size)
+
+    def drop(self, request_ids: list[str]) -> None:
+        """Forget requests, with their recurrent states."""
+        assert self._batch is not None
+        self._batch.remove(request_ids)
+        if self.mixers is not None:
+            for request_id in request_ids:
+                self.mixers.drop(request_id)
+
+    def check_idle(self) -> None:
+        """Recount what the worker holds when no request lives.
+
+        Raises:
+            IntegrityError: a request or a recurrent state is still held.
+        """
+        held = 0 if self._batch is None else len(self._batch)
+        states = 0 if self.mixers is None else self.mixers.num_states
+        if held or states:
+            raise IntegrityError(
+                f"the idle worker holds {held} requests, {states} recurrent states"
+            )
+
+    @torch.inference_mode()
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        """Run one step and sample the next token of each request whose known tokens are all computed."""
+        assert self._batch is not None
+        self.drop(step.dropped_request_ids)
+        self._batch.update(step)
+        inputs = self._batch.inputs(step)
+        forward = self._forward_by_token if self._reference else self._forward
+        logits_RV, captured = forward(inputs, capture=step.capture)
+        rows = captured.to_cpu_nonblocking() if captured is not None else None
+        sampled = self._sample(inputs, logits_RV)
+        if self.loaded.device.type == "cuda":
+            # Sampled ids and rows were queued on one stream: one wait covers both.
+            torch.cuda.current_stream(self.loaded.device).synchronize()
+        for request_id, token in sampled.items():
+            self._batch.append_token(request_id, token.token_id)
+        return ModelRunnerOutput(
+            request_ids=inputs.request_ids,
+            starts_R=inputs.starts_R,
+            counts_R=inputs.counts_R,
+            sampled_token_ids={request_id: t.token_id for request_id, t in sampled.items()},
+            logprobs={r: t.logprobs for r, t in sampled.items() if t.logprobs is not None},
+            side=SideOutputs(routed_experts=rows.tolists() if rows is not None else None),
+        )
+
+    def _forward(
+        self, inputs: StepInputs, *, capture: bool
+    ) -> tuple[torch.Tensor, RoutedExpertsTensors | None]:
+        """Logits `[R, V]` of each request's last token of the step, and the step's rows if wanted."""
+        assert self._pool is not None
+        assert self._batch is not None
+        kind = ReferenceStep if self._reference else PagedStep
+        if self.mixers is not None:
+            self.mixers.begin_step(_segments(inputs))
+        positions_T = self._to_device(inputs.positions_T)
+        with self.capturer.armed(len(positions_T)) if capture else nullcontext():
+            output = self._model(
+                input_ids=self._to_device(inputs.token_ids_T)[None],
+                position_ids=positions_T[None],
+                past_key_values=PackedPositions(positions_T) if self._counts_rows else None,
+                logits_to_keep=self._to_device(inputs.counts_R.cumsum() - 1),
+                use_cache=False,
+                routebook_step=kind(
+                    self._pool, inputs, self._batch.block_table, self._batch.block_size
+                ),
+            )
+        return output.logits[0], self.capturer.snapshot() if capture else None
+
+    def _forward_by_token(
+        self, inputs: StepInputs, *, capture: bool
+    ) -> tuple[torch.Tensor, RoutedExpertsTensors | None]:
+        """The same as :meth:`_forward`, one token at a time; see :mod:`routebook.engine.reference`."""
+        results = [self._forward(token, capture=capture) for token in inputs.tokens()]
+        last_rows = (inputs.counts_R.cumsum() - 1).tolist()
+        logits_RV = torch.cat([results[row][0] for row in last_rows])
+        captured = [rows.ids_TLK for _, rows in results if rows is not None]
+        return logits_RV, RoutedExpertsTensors(torch.cat(captured)) if capture else None
+
+    def _sample(self, inputs: StepInputs, logits_RV: torch.Tensor) -> dict[str, SampledToken]:
+        assert self._batch is not None
+        chosen = np.flatnonzero(inputs.samples_R)
+        if not len(chosen):
+            return {}
+        request_ids = [inputs.request_ids[r] for r in chosen]
+        tokens = sample(
+            logits_RV if len(chosen) == len(logits_RV) else logits_RV[torch.from_numpy(chosen)],
+            [self._batch.params[request_id] for request_id in request_ids],
+            [self._batch.seeds[request_id] for request_id in request_ids],
+            (inputs.starts_R + inputs.counts_R)[chosen].tolist(),
+        )
+        return dict(zip(request_ids, tokens, strict=True))
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.loaded.device, non_blocking=True)
+
+
+def _segments(inputs: StepInputs) -> list[tuple[str, int, int, int]]:
+    """(request id, first row, rows, position of the first row) in batch order."""
+    counts = inputs.counts_R.tolist()
+    first_rows = (inputs.counts_R.cumsum() - inputs.counts_R).tolist()
+    starts = inputs.starts_R.tolist()
+    return list(zip(inputs.request_ids, first_rows, counts, starts, strict=True))
+
+
+@torch.inference_mode()
+def _probe_forward(model: Any, probe: KVShapeProbe) -> None:
+    """Run a few tokens as one sequence, so that routers and attention layers show themselves."""
+    positions = torch.arange(_PROBE_TOKENS, device=model.device)
+    model(
+        input_ids=positions[None],
+        position_ids=positions[None],
+        use_cache=False,
+        routebook_step=probe,
+    )

@@ -1,0 +1,71 @@
+"""One completion being generated: the scheduler's view."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from routebook.engine.sampling_params import SamplingParams
+from routebook.engine.step import TokenLogprobs
+
+
+class RequestStatus(Enum):
+    """Where a request is."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+class FinishReason(Enum):
+    """Why a completion ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Request:
+    """State of one completion. `token_ids` is the prompt followed by what was generated."""
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+    seed: int
+
+    status: RequestStatus = RequestStatus.WAITING
+    num_computed_tokens: int = 0
+    """Tokens whose keys and values lie in the request's blocks, those of a step under way included."""
+    block_ids: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    num_named_blocks: int = 0
+    """Leading blocks that have been offered to the prefix cache."""
+    rows_from: int = 0
+    """Rows below this position may be missing, since they were computed in a step without capture."""
+
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Generated tokens."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """Generated tokens."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the finished completion: the last token was never an input."""
+        return len(self.token_ids) - 1

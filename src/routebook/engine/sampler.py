@@ -1,0 +1,127 @@
+"""From logits to tokens.
+
+Every request has a seed, and its choice at a position depends on the seed, the position and the logits only: not on
+what else is in the batch, nor on whether the request was preempted in between. So a single uniform number per token
+is derived from (seed, position) by a counter-based generator, and inverts the cumulative distribution.
+
+Legend of shape suffixes: B = sampled requests, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from routebook.engine.sampling_params import SamplingParams
+from routebook.engine.step import TokenLogprobs
+
+_UNIFORM_BITS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """The next token of one request."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+
+def sample(
+    logits_BV: torch.Tensor,
+    params: Sequence[SamplingParams],
+    seeds: Sequence[int],
+    positions: Sequence[int],
+) -> list[SampledToken]:
+    """Choose the next token of each request.
+
+    Args:
+        logits_BV: one row per request, any float dtype.
+        params: what each request asks for.
+        seeds: the seed of each request.
+        positions: the position that each new token will have.
+    """
+    token_ids_B = logits_BV.argmax(dim=-1)
+    random = [b for b, p in enumerate(params) if p.temperature > 0]
+    if random:
+        probs = probabilities(logits_BV[random], [params[b] for b in random])
+        uniform = uniform_numbers([seeds[b] for b in random], [positions[b] for b in random])
+        token_ids_B[random] = _invert(probs, torch.from_numpy(uniform).to(probs.device))
+    token_ids = token_ids_B.tolist()
+    logprobs = _logprobs(logits_BV, params, token_ids)
+    return [SampledToken(token_id, logprobs.get(b)) for b, token_id in enumerate(token_ids)]
+
+
+def probabilities(logits_BV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Distribution `[B, V]` after temperature, then min-p, top-k and top-p, each on what the ones before left."""
+    temperature = _column([p.temperature for p in params], logits_BV)
+    probs = torch.softmax(logits_BV.float() / temperature, dim=-1)
+    if all(p.top_k == 0 and p.top_p == 1.0 and p.min_p == 0.0 for p in params):
+        return probs
+    sorted_BV, order_BV = probs.sort(dim=-1, descending=True, stable=True)
+    sorted_BV = _filtered(sorted_BV, params)
+    return torch.zeros_like(probs).scatter(-1, order_BV, sorted_BV)
+
+
+def uniform_numbers(seeds: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.float32]:
+    """One number in [0, 1) per (seed, position): splitmix64 of both, its top 24 bits."""
+    with np.errstate(over="ignore"):
+        x = np.array(seeds, np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+        x = _mix(x) + np.array(positions, np.uint64) * np.uint64(0xD1342543DE82EF95)
+        bits = _mix(x) >> np.uint64(64 - _UNIFORM_BITS)
+    return bits.astype(np.float32) / np.float32(2**_UNIFORM_BITS)
+
+
+def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _filtered(sorted_BV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Zero what min-p, top-k and top-p drop of descending probabilities; the likeliest token always stays."""
+    ranks = torch.arange(sorted_BV.shape[-1], device=sorted_BV.device)
+    min_p = _column([p.min_p for p in params], sorted_BV)
+    kept = sorted_BV * (sorted_BV >= min_p * sorted_BV[:, :1])
+    top_k = _column([p.top_k or sorted_BV.shape[-1] for p in params], sorted_BV)
+    kept = kept * (ranks < top_k)
+    top_p = _column([p.top_p for p in params], sorted_BV)
+    before = kept.cumsum(dim=-1) - kept
+    inside = (before < top_p * kept.sum(dim=-1, keepdim=True)) | (top_p >= 1.0)
+    return kept * (inside | (ranks == 0))
+
+
+def _invert(probs_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
+    """First token whose cumulative probability exceeds the uniform share of the total."""
+    cumulative = probs_BV.cumsum(dim=-1)
+    target = uniform_B[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, target, right=True)[:, 0]
+
+
+def _logprobs(
+    logits_BV: torch.Tensor, params: Sequence[SamplingParams], token_ids: Sequence[int]
+) -> dict[int, TokenLogprobs]:
+    """Log-probabilities for the requests that asked, under the logits as the model gave them."""
+    asked = [b for b, p in enumerate(params) if p.logprobs is not None]
+    if not asked:
+        return {}
+    logprobs = torch.log_softmax(logits_BV[asked].float(), dim=-1)
+    chosen = logprobs.gather(-1, torch.tensor([[token_ids[b]] for b in asked]).to(logprobs.device))
+    most = min(max(params[b].logprobs or 0 for b in asked), logprobs.shape[-1])
+    top = logprobs.topk(most, dim=-1)
+    rows = zip(asked, chosen[:, 0].tolist(), top.indices.tolist(), top.values.tolist(), strict=True)
+    return {
+        b: TokenLogprobs(
+            token_id=token_ids[b],
+            logprob=logprob,
+            top=tuple(zip(ids, values, strict=True))[: params[b].logprobs],
+        )
+        for b, logprob, ids, values in rows
+    }
+
+
+def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=like.device)[:, None]

@@ -1,0 +1,19 @@
+"""All parts of the suite as one class."""
+
+from __future__ import annotations
+
+from routebook.ledger.conformance.limits import LimitsConformance
+from routebook.ledger.conformance.preemption import PreemptionConformance
+from routebook.ledger.conformance.random_walks import RandomWalkConformance
+from routebook.ledger.conformance.rows import RowsConformance
+from routebook.ledger.conformance.sharing import SharingConformance
+
+
+class LedgerConformance(
+    RowsConformance,
+    SharingConformance,
+    PreemptionConformance,
+    LimitsConformance,
+    RandomWalkConformance,
+):
+    """Every sentence of the contract in `ledger/base.py`, against an oracle of dictionaries."""

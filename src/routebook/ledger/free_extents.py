@@ -1,0 +1,99 @@
+"""Which chunks of a pool are free, as maximal extents, so that one owner's chunks can lie side by side."""
+
+from __future__ import annotations
+
+import heapq
+
+from routebook.errors import IntegrityError
+
+_STALE_PER_EXTENT = 4
+_STALE_FLOOR = 64
+
+
+class FreeExtents:
+    """Disjoint free extents `[start, start + length)` that never touch each other.
+
+    An owner that grows takes the extent right behind what it has. One that starts anew is put into the middle of
+    the largest extent, because then both it and the owner before that extent have room to grow.
+    """
+
+    def __init__(self) -> None:
+        self.total = 0
+        """Free chunks in all extents."""
+        self._length_at: dict[int, int] = {}
+        self._start_before: dict[int, int] = {}
+        # Largest first; an entry whose extent has changed since is stale and skipped when it comes up.
+        self._by_length: list[tuple[int, int]] = []
+
+    def add(self, start: int, length: int) -> None:
+        """Make `[start, start + length)` free and join it to its neighbours."""
+        self.total += length
+        if start in self._start_before:
+            before = self._start_before[start]
+            length += self._cut(before)
+            start = before
+        if start + length in self._length_at:
+            length += self._cut(start + length)
+        self._length_at[start] = length
+        self._start_before[start + length] = start
+        heapq.heappush(self._by_length, (-length, start))
+        self._drop_stale()
+
+    def take(self, count: int, at: int | None) -> list[tuple[int, int]]:
+        """Take `count` free chunks as few extents `(start, length)`, the first one at `at` if that is free."""
+        assert count <= self.total, f"{count} chunks asked of {self.total} free ones"
+        taken = []
+        if count and at in self._length_at:
+            taken.append(self._take_part(at, 0, min(count, self._length_at[at])))
+            count -= taken[-1][1]
+        while count:
+            start, length = self._largest()
+            part = min(count, length)
+            taken.append(self._take_part(start, (length - part) // 2, part))
+            count -= part
+        return taken
+
+    def check(self, capacity: int) -> list[int]:
+        """List the free chunks, ascending.
+
+        Raises:
+            IntegrityError: extents overlap, touch, leave `[0, capacity)` or are counted wrongly.
+        """
+        chunks: list[int] = []
+        end = -1
+        for start, length in sorted(self._length_at.items()):
+            if start <= end or length < 1 or start + length > capacity:
+                raise IntegrityError(f"free extent {(start, length)} after {end} of {capacity}")
+            if self._start_before.get(start + length) != start:
+                raise IntegrityError(f"free extent {(start, length)} has no end")
+            end = start + length
+            chunks.extend(range(start, end))
+        if len(chunks) != self.total or len(self._start_before) != len(self._length_at):
+            raise IntegrityError(f"{len(chunks)} free chunks listed, {self.total} counted")
+        return chunks
+
+    def _take_part(self, start: int, skip: int, count: int) -> tuple[int, int]:
+        length = self._cut(start)
+        self.total -= length
+        if skip:
+            self.add(start, skip)
+        if length > skip + count:
+            self.add(start + skip + count, length - skip - count)
+        return start + skip, count
+
+    def _cut(self, start: int) -> int:
+        length = self._length_at.pop(start)
+        del self._start_before[start + length]
+        return length
+
+    def _largest(self) -> tuple[int, int]:
+        while True:
+            length, start = self._by_length[0]
+            if self._length_at.get(start) == -length:
+                return start, -length
+            heapq.heappop(self._by_length)
+
+    def _drop_stale(self) -> None:
+        if len(self._by_length) > _STALE_PER_EXTENT * len(self._length_at) + _STALE_FLOOR:
+            self._by_length = [(-length, start) for start, length in self._length_at.items()]
+            heapq.heapify(self._by_length)

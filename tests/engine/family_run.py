@@ -1,0 +1,111 @@
+"""One model family through the whole engine, judged by a plain transformers forward of the same model.
+
+The engine runs in reference mode and float64, with prompts that share a prefix, chunked prefill, decodes beside
+chunks, and sampling; the judge runs each finished sequence alone, with transformers' own attention, and notes what
+the experts were given, without intercepting any top-k.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from routebook.engine.llm import LLM
+from routebook.engine.outputs import RequestOutput
+from routebook.engine.sampling_params import SamplingParams
+from tests.capture.recorder import ExpertsRecorder
+from tests.families import VOCAB_SIZE, Family
+
+PREFIX, PROMPTS, COMPLETION = 13, 4, 7
+
+
+@dataclass(frozen=True, kw_only=True)
+class FamilyResult:
+    """What a run of one family showed."""
+
+    name: str
+    pairs: int
+    """(token, layer) pairs compared."""
+    different: int
+    largest_logprob_error: float
+    """Between the engine's and transformers' log-probability of the sampled tokens."""
+    cached_rows: int
+    """Rows that came from another request's prefix."""
+    bitwise: bool
+    """Whether other batches and chunks gave the same bits."""
+
+
+def run_family(family: Family, dtype: torch.dtype = torch.float64) -> FamilyResult:
+    """Run a served family."""
+    outputs = generate(family, dtype, budget=7, max_num_seqs=3)
+    judge = family.build(dtype)
+    judge.set_attn_implementation("eager")
+    judge.set_experts_implementation("eager")
+    pairs = different = cached = 0
+    error = 0.0
+    for output in outputs:
+        choice = output.choices[0]
+        record = choice.routed_experts
+        assert record is not None
+        assert record.complete
+        assert record.num_rows == len(output.prompt_token_ids) + len(choice.token_ids) - 1
+        token_ids = output.prompt_token_ids + choice.token_ids
+        rows, logprobs = judge_rows(judge, token_ids)
+        same = (record.ids_TLK == rows.numpy()).all(axis=2)
+        pairs += same.size
+        different += int((~same).sum())
+        cached += sum(s.stop - s.start for s in record.provenance if s.origin.name == "PREFIX_CACHE")
+        error = max(error, logprob_error(choice, logprobs))
+    again = generate(family, dtype, budget=64, max_num_seqs=PROMPTS)
+    return FamilyResult(
+        name=family.name,
+        pairs=pairs,
+        different=different,
+        largest_logprob_error=error,
+        cached_rows=cached,
+        bitwise=[o.choices[0].logprobs for o in outputs] == [o.choices[0].logprobs for o in again],
+    )
+
+
+def generate(family: Family, dtype: torch.dtype, *, budget: int, max_num_seqs: int) -> list[RequestOutput]:
+    """Complete a few prompts in reference mode."""
+    llm = LLM(
+        family.build(dtype),
+        reference=True,
+        block_size=4,
+        num_blocks=40,
+        max_num_batched_tokens=budget,
+        max_num_seqs=max_num_seqs,
+        max_model_len=40,
+    )
+    params = SamplingParams(max_tokens=COMPLETION, ignore_eos=True, logprobs=0, seed=5)
+    outputs = llm.generate(prompts(), params)
+    llm.check_integrity()
+    return outputs
+
+
+def prompts() -> list[list[int]]:
+    """Token ids of prompts of different lengths with a common beginning, and one without it."""
+    draw = np.random.default_rng(3)
+    prefix = draw.integers(3, VOCAB_SIZE, PREFIX).tolist()
+    tails = [draw.integers(3, VOCAB_SIZE, 3 * n + 1).tolist() for n in range(PROMPTS)]
+    return [*(prefix + tail for tail in tails), tails[-1]]
+
+
+@torch.inference_mode()
+def judge_rows(model: Any, token_ids: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows `[T - 1, L, K]` and log-probabilities `[T - 1, V]` of a plain forward over all but the last token."""
+    recorder = ExpertsRecorder()
+    with recorder.recording(model):
+        logits = model(input_ids=torch.tensor([token_ids[:-1]]), use_cache=False).logits[0]
+    return recorder.rows, logits.float().log_softmax(-1)
+
+
+def logprob_error(choice: Any, logprobs_TV: torch.Tensor) -> float:
+    """Largest difference between the engine's log-probabilities and the judge's."""
+    own = torch.tensor([entry.logprob for entry in choice.logprobs])
+    sampled = logprobs_TV[-len(own) :].gather(-1, torch.tensor(choice.token_ids)[:, None])[:, 0]
+    return float((own - sampled).abs().max())

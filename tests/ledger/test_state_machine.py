@@ -1,0 +1,90 @@
+"""Any schedule that keeps the ledger's contract reads as the oracle says, after every move."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from routebook.ledger import LedgerConfig, ReleaseReason, RequestLedger
+from routebook.ledger.conformance.pair import TAG_SCHEMA
+from routebook.ledger.conformance.walk import SchedulerWalk
+
+COUNTS = st.sampled_from((1, 1, 2, 3, 5, 16, 40))
+MOST_REQUESTS = 5
+
+
+class ScheduleMachine(RuleBasedStateMachine):
+    """Moves of a scheduler; `depth` steps may be in flight beside the one it plans."""
+
+    @initialize(
+        block_size=st.sampled_from((1, 4, 16)),
+        depth=st.integers(0, 3),
+        rows=st.sampled_from((1, 4096)),
+    )
+    def start(self, block_size: int, depth: int, rows: int) -> None:
+        config = LedgerConfig(initial_rows=rows, growth_factor=1.5)
+        ledger = RequestLedger(TAG_SCHEMA, block_size, config)
+        self.depth = depth
+        self.walk = SchedulerWalk(ledger, common=18, longest=40)
+
+    def living(self) -> list[str]:
+        return sorted(self.walk.walkers)
+
+    @precondition(lambda self: len(self.walk.walkers) < MOST_REQUESTS)
+    @rule(family=st.integers(0, 1), prompt=st.integers(1, 24))
+    def begin(self, family: int, prompt: int) -> None:
+        self.walk.add(family, prompt)
+        self.walk.check()
+
+    @precondition(lambda self: self.walk.walkers)
+    @rule(data=st.data(), max_hits=st.sampled_from((0, 1, 99)))
+    def step(self, data: st.DataObject, max_hits: int) -> None:
+        batch = data.draw(st.lists(st.sampled_from(self.living()), min_size=1, unique=True))
+        self.walk.schedule([(name, data.draw(COUNTS)) for name in batch], max_hits)
+        while len(self.walk.in_flight) > self.depth:
+            self.walk.store_oldest(tell_runs=self.depth > 0)
+        self.walk.check()
+
+    @precondition(lambda self: self.walk.in_flight)
+    @rule()
+    def output_arrives(self) -> None:
+        self.walk.store_oldest()
+        self.walk.check()
+
+    @precondition(lambda self: self.walk.walkers)
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        self.walk.preempt(data.draw(st.sampled_from(self.living())))
+        self.walk.check()
+
+    @precondition(lambda self: self.walk.walkers)
+    @rule(data=st.data(), reason=st.sampled_from((ReleaseReason.FINISHED, ReleaseReason.ABORTED)))
+    def end(self, data: st.DataObject, reason: ReleaseReason) -> None:
+        self.walk.end(data.draw(st.sampled_from(self.living())), reason)
+        self.walk.check()
+
+    @rule(which=st.integers(0, 20))
+    def evict(self, which: int) -> None:
+        self.walk.evict(which)
+        self.walk.check()
+
+    @rule()
+    def update_weights(self) -> None:
+        self.walk.update_weights()
+        self.walk.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "walk"):
+            self.walk.drain()
+
+
+ScheduleMachine.TestCase.settings = settings(
+    max_examples=80,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+TestSchedules = ScheduleMachine.TestCase
