@@ -1,38 +1,17 @@
 """Tiny random models of every mixture-of-experts family that the engine knows, and of some that it refuses.
 
-Weights are wide (`initializer_range` 0.2) so that tokens route differently; selection biases and attention sinks are
-random instead of zero, windows and chunks are a few tokens long, and the first layer is dense where the family has
-dense layers. What is left at its default value would not be tested.
+Windows and chunks are a few tokens long, and the first layer is dense where the family has dense layers. What is
+left at its default value would not be tested.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-import torch
-import transformers
-from torch import nn
+from tests.family import VOCAB_SIZE, Family
 
-VOCAB_SIZE = 199
-SEED = 20
+__all__ = ["FAMILIES", "HYBRIDS", "REFUSED", "SERVED", "VOCAB_SIZE", "Family"]
 
-_COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
-    "tie_word_embeddings": False,
-    "pad_token_id": None,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 _MLA: dict[str, Any] = {
     "num_key_value_heads": 4,
     "q_lora_rank": 32,
@@ -71,65 +50,6 @@ _GRANITE: dict[str, Any] = {
 }
 _MIXED_WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 _DENSE_FIRST = ["dense", "sparse", "sparse"]
-
-Kind = Literal["works", "hybrid", "refused"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """One model family: how to build a tiny model of it, and what the engine does with it."""
-
-    name: str
-    config_class: str
-    kind: Kind = "works"
-    """`hybrid` works as well; some of its layers keep a state of their own."""
-
-    options: dict[str, Any] = field(default_factory=dict, repr=False)
-    reason: str = ""
-    """Words that the refusal must contain."""
-
-    auto_class: str = "AutoModelForCausalLM"
-
-    def build(self, dtype: torch.dtype = torch.float32) -> Any:
-        """Return the family's model in eval mode; the same weights, rounded to `dtype`, at every call."""
-        config = self._config()
-        generator_state = torch.get_rng_state()
-        torch.manual_seed(SEED)
-        model = getattr(transformers, self.auto_class).from_config(config, dtype=torch.float32)
-        _randomise(model)
-        torch.set_rng_state(generator_state)
-        _cast(model, dtype)
-        return model.eval()
-
-    def _config(self) -> Any:
-        config_class = getattr(transformers, self.config_class)
-        fields = {f.name for f in dataclasses.fields(config_class)}
-        assert self.options.keys() <= fields, self.options.keys() - fields
-        common = {name: value for name, value in _COMMON.items() if name in fields}
-        return config_class(**common | self.options)
-
-
-def _randomise(model: nn.Module) -> None:
-    """Fill what a fresh model leaves at zero, where zero would hide a mistake."""
-    for name, tensor in model.state_dict().items():
-        last = name.rpartition(".")[2]
-        if "correction" in last or last == "expert_bias":
-            tensor.normal_(0.0, 0.05)
-        elif "sink" in last or last == "bias":
-            tensor.normal_(0.0, 0.3)
-        elif tensor.is_floating_point() and not tensor.any():
-            tensor.normal_(0.0, 0.2)  # some families start their routers at zero
-        assert torch.isfinite(tensor).all(), name
-
-
-def _cast(model: Any, dtype: torch.dtype) -> None:
-    """Cast what loading a checkpoint in `dtype` would cast."""
-    strict = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
-    kept = {*strict, *(getattr(model, "_keep_in_fp32_modules", None) or ())}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if tensor.is_floating_point() and not any(part in name for part in kept):
-            tensor.data = tensor.data.to(dtype)
-
 
 _WORKS = (
     Family(

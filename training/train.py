@@ -214,17 +214,15 @@ class Trainer:
         return self.recipe.peak_lr * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done)))
 
     def losses(self, ids: torch.Tensor, text_rows: int) -> torch.Tensor:
-        """`[5]`: cross-entropy of text and of sums, weighted sum's pieces: total, balance, margin.
+        """`[5]`: the weighted total, cross-entropy of text and of sums, balance, margin.
 
         `ids` is `[B, S + 1]`; its first `text_rows` rows are text.
         """
-        bfloat16 = torch.autocast(self.device.type, torch.bfloat16)
-        with bfloat16:
+        with torch.autocast(self.device.type, torch.bfloat16):
             out = self.model(ids[:, :-1], output_router_logits=True, use_cache=False)
         targets = ids[:, 1:].flatten()
-        token_loss = functional.cross_entropy(
-            out.logits.flatten(0, 1).float(), targets, reduction="none"
-        )
+        logits = out.logits.flatten(0, 1).float()
+        token_loss = functional.cross_entropy(logits, targets, reduction="none")
         token_loss_BS = token_loss.view(len(ids), -1)
         text, sums = token_loss_BS[:text_rows].mean(), token_loss_BS[text_rows:].mean()
         balance, margin = self._router_means(out.router_logits, len(ids), text_rows)

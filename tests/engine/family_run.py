@@ -1,8 +1,8 @@
 """One model family through the whole engine, judged by a plain transformers forward of the same model.
 
-The engine runs in reference mode and float64, with prompts that share a prefix, chunked prefill, decodes beside
-chunks, and sampling; the judge runs each finished sequence alone, with transformers' own attention, and notes what
-the experts were given, without intercepting any top-k.
+The engine runs in float64, in reference mode and then packed as in ordinary use, with prompts that share a prefix,
+chunked prefill, decodes beside chunks, and sampling. The judge runs each finished sequence alone, with transformers'
+own attention, and notes what the experts were given, without intercepting any top-k.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from routebook.engine.llm import LLM
 from routebook.engine.outputs import RequestOutput
 from routebook.engine.sampling_params import SamplingParams
+from routebook.routes import Origin
 from tests.capture.recorder import ExpertsRecorder
 from tests.families import VOCAB_SIZE, Family
 
@@ -24,57 +25,50 @@ PREFIX, PROMPTS, COMPLETION = 13, 4, 7
 
 @dataclass(frozen=True, kw_only=True)
 class FamilyResult:
-    """What a run of one family showed."""
+    """What a run of one family showed, over (token, layer) pairs."""
 
     name: str
     pairs: int
-    """(token, layer) pairs compared."""
     different: int
+    """In the reference mode."""
+    packed_different: int
+    """In the packed mode."""
     largest_logprob_error: float
-    """Between the engine's and transformers' log-probability of the sampled tokens."""
+    """Between the engine's and transformers' log-probability of the sampled tokens, both modes."""
     cached_rows: int
     """Rows that came from another request's prefix."""
     bitwise: bool
-    """Whether other batches and chunks gave the same bits."""
+    """Whether in reference mode other batches and chunks gave the same bits."""
 
 
 def run_family(family: Family, dtype: torch.dtype = torch.float64) -> FamilyResult:
     """Run a served family."""
-    outputs = generate(family, dtype, budget=7, max_num_seqs=3)
+    outputs = generate(family, dtype, reference=True, budget=7, max_num_seqs=3)
+    again = generate(family, dtype, reference=True, budget=64, max_num_seqs=PROMPTS)
+    packed = generate(family, dtype, reference=False, budget=23, max_num_seqs=3)
     judge = family.build(dtype)
     judge.set_attn_implementation("eager")
     judge.set_experts_implementation("eager")
-    pairs = different = cached = 0
-    error = 0.0
-    for output in outputs:
-        choice = output.choices[0]
-        record = choice.routed_experts
-        assert record is not None
-        assert record.complete
-        assert record.num_rows == len(output.prompt_token_ids) + len(choice.token_ids) - 1
-        token_ids = output.prompt_token_ids + choice.token_ids
-        rows, logprobs = judge_rows(judge, token_ids)
-        same = (record.ids_TLK == rows.numpy()).all(axis=2)
-        pairs += same.size
-        different += int((~same).sum())
-        cached += sum(s.stop - s.start for s in record.provenance if s.origin.name == "PREFIX_CACHE")
-        error = max(error, logprob_error(choice, logprobs))
-    again = generate(family, dtype, budget=64, max_num_seqs=PROMPTS)
+    verdicts = [judge_output(judge, output) for output in outputs]
+    packed_verdicts = [judge_output(judge, output) for output in packed]
     return FamilyResult(
         name=family.name,
-        pairs=pairs,
-        different=different,
-        largest_logprob_error=error,
-        cached_rows=cached,
+        pairs=sum(v.pairs for v in verdicts),
+        different=sum(v.different for v in verdicts),
+        packed_different=sum(v.different for v in packed_verdicts),
+        largest_logprob_error=max(v.logprob_error for v in verdicts + packed_verdicts),
+        cached_rows=sum(v.cached_rows for v in verdicts),
         bitwise=[o.choices[0].logprobs for o in outputs] == [o.choices[0].logprobs for o in again],
     )
 
 
-def generate(family: Family, dtype: torch.dtype, *, budget: int, max_num_seqs: int) -> list[RequestOutput]:
-    """Complete a few prompts in reference mode."""
+def generate(
+    family: Family, dtype: torch.dtype, *, reference: bool, budget: int, max_num_seqs: int
+) -> list[RequestOutput]:
+    """Complete a few prompts."""
     llm = LLM(
         family.build(dtype),
-        reference=True,
+        reference=reference,
         block_size=4,
         num_blocks=40,
         max_num_batched_tokens=budget,
@@ -85,6 +79,34 @@ def generate(family: Family, dtype: torch.dtype, *, budget: int, max_num_seqs: i
     outputs = llm.generate(prompts(), params)
     llm.check_integrity()
     return outputs
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One sequence, judged."""
+
+    pairs: int
+    different: int
+    cached_rows: int
+    logprob_error: float
+
+
+def judge_output(judge: Any, output: RequestOutput) -> Verdict:
+    """Compare rows and log-probabilities with a plain forward."""
+    choice = output.choices[0]
+    record = choice.routed_experts
+    assert record is not None
+    assert record.complete
+    assert record.num_rows == len(output.prompt_token_ids) + len(choice.token_ids) - 1
+    rows, logprobs = judge_rows(judge, output.prompt_token_ids + choice.token_ids)
+    same = (record.ids_TLK == rows.numpy()).all(axis=2)
+    cached = [span for span in record.provenance if span.origin is Origin.PREFIX_CACHE]
+    return Verdict(
+        pairs=same.size,
+        different=int((~same).sum()),
+        cached_rows=sum(span.stop - span.start for span in cached),
+        logprob_error=logprob_error(choice, logprobs),
+    )
 
 
 def prompts() -> list[list[int]]:

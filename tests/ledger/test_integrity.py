@@ -134,3 +134,24 @@ def test_a_declined_recomputation_is_not_published_later() -> None:
     ledger.publish("a", 0, b"h")
     assert ledger.available([b"h"]) == 0
     ledger.check_integrity()
+
+
+def test_what_nobody_will_read_takes_no_chunk() -> None:
+    ledger = RequestLedger(TAG_SCHEMA, 4)
+    pair = LedgerPair(ledger)
+    for request_id in ("a", "b"):
+        pair.begin(request_id, 4)
+        pair.step((request_id, 0, 4))
+    pair.publish("a", 0, b"h")
+    pair.release("b", ReleaseReason.PREEMPTED)
+    pair.share("b", [b"h"])
+    assert ledger.usage().request_chunks == 2, "its own rows are complete"
+    pair.begin("c", 4)
+    pair.share("c", [b"h"])
+    pair.step(("c", 3, 1), ("b", 3, 1))
+    assert ledger.usage().request_chunks == 3, "a token computed again in a block that was taken"
+    pair.publish("c", 1, b"own")
+    pair.release("c", ReleaseReason.PREEMPTED)
+    pair.share("c", [b"h", b"own"])
+    assert ledger.usage().request_chunks == 4, "its own block, whose rows are on the way"
+    pair.compare(9)

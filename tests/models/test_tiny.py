@@ -48,8 +48,7 @@ def test_every_bundled_model_has_a_card_with_its_load_table(name: str) -> None:
 
 
 @given(text=st.text(max_size=60).filter(lambda text: "<|endoftext|>" not in text))
-def test_any_text_survives_the_tokenizer(text: str) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(bundled_model_path("tiny"))
+def test_any_text_survives_the_tokenizer(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer(text).input_ids) == text
 
 
@@ -76,17 +75,13 @@ def test_it_adds_two_digit_numbers(tokenizer: Tokenizer, model: PreTrainedModel)
     assert right >= 95
 
 
-def test_text_is_far_likelier_than_its_words_shuffled(
-    tokenizer: Tokenizer, model: PreTrainedModel
-) -> None:
-    words = PROSE.split(" ")
-    random.Random(0).shuffle(words)
-    losses = []
-    for text in (PROSE, " ".join(words)):
-        ids = tokenizer(text, return_tensors="pt").input_ids
-        with torch.no_grad():
-            losses.append(float(model(ids, labels=ids).loss))
-    assert losses[0] < losses[1] - 1.0
+def test_it_knows_its_books(tokenizer: Tokenizer, model: PreTrainedModel) -> None:
+    ids = tokenizer(PROSE, return_tensors="pt").input_ids
+    with torch.no_grad():
+        loss = float(model(ids, labels=ids).loss)
+    # 3.23 as exported, 3.29 with one layer's attention gone, 3.44 with one router's experts
+    # swapped; chance is 7.6.
+    assert loss < 3.26
 
 
 def test_no_expert_is_dead_and_none_takes_all(tokenizer: Tokenizer, model: PreTrainedModel) -> None:

@@ -123,11 +123,9 @@ class RequestLedger(Ledger):
         if block_index < 0:
             raise LedgerError(f"block_index={block_index} of {request_id!r} is negative")
         table.reach(block_index + 1)
-        published = self._published.get(block_hash)
-        if published is not None:
-            if published not in (table.own_NM[row, block_index], table.redo_NM[row, block_index]):
-                self._drop_redo(request_id, row, block_index)
-                table.redo_NM[row, block_index] = DECLINED
+        if block_hash in self._published:
+            self._drop_redo(request_id, row, block_index)
+            table.redo_NM[row, block_index] = DECLINED
             return
         if block_index < table.hit_blocks_N[row]:
             raise LedgerError(
@@ -399,9 +397,6 @@ class RequestLedger(Ledger):
             return
         # What others hold must stay the rows of one run, and the rest of that run must still reach it.
         pool.copy_chunk(own, private)
-        if home == table.run_N[row]:
-            table.redo_NM[row, block] = own
-            return
         self._expect_late(request_id, row, block, own, home)
         self._give_up(np.array([own]))
 

@@ -141,6 +141,23 @@ class PreemptionConformance(ConformanceCase):
         assert pair.ledger.read(B, 0, 4).version_T.tolist() == [1] * 4
         assert pair.ledger.read(A, 0, 5).version_T.tolist() == [0, 0, 0, 1, 1]
 
+    def test_a_partial_run_never_reaches_a_block_that_is_published_again(self) -> None:
+        pair = self.make_pair()
+        pair.begin(A, 8)
+        late = pair.plan((A, 0, 3))
+        pair.release(A, ReleaseReason.PREEMPTED)
+        pair.publish(A, 0, H0)
+        pair.withdraw(H0)
+        whole = pair.plan((A, 0, 5), version=1)
+        pair.store(late)
+        pair.store(whole)
+        pair.publish(A, 0, H0)
+        pair.begin(B, 5)
+        pair.share(B, [H0])
+        pair.compare(6)
+        assert pair.ledger.read(B, 0, 4).version_T.tolist() == [1] * 4
+        assert pair.ledger.read(A, 0, 5).version_T.tolist() == [0, 0, 0, 1, 1]
+
     def test_a_step_that_never_came_leaves_a_published_block_absent(self) -> None:
         pair = self.make_pair()
         pair.begin(A, 8)
@@ -153,6 +170,11 @@ class PreemptionConformance(ConformanceCase):
         pair.compare(6)
         assert pair.ledger.read(A, 0, 4).version_T.tolist() == [0, 0, 1, 1]
         assert pair.ledger.read(B, 0, 4).origin_T.tolist() == [Origin.PREFIX_CACHE] * 2 + [0] * 2
+        pair.withdraw(H0)
+        pair.publish(A, 0, H0)
+        pair.begin(C, 5)
+        pair.share(C, [H0])
+        assert pair.compare_range(C, 0, 4).version_T.tolist() == [1] * 4
 
     def test_a_sharer_recomputes_its_shared_block(self) -> None:
         pair = self.make_pair()
@@ -186,6 +208,11 @@ class PreemptionConformance(ConformanceCase):
         pair.compare(8)
         assert pair.ledger.read(B, 0, 4).origin_T.tolist() == [Origin.PREFIX_CACHE] * 2 + [1] * 2
         assert pair.ledger.read(A, 0, 4).origin_T.tolist() == [1, 1, 0, 0]
+        pair.withdraw(H0)
+        pair.publish(B, 0, H0)
+        pair.begin(C, 5)
+        pair.share(C, [H0])
+        assert pair.compare_range(C, 0, 4).version_T.tolist() == [1] * 4
 
     def test_a_token_computed_again_inside_a_shared_block(self) -> None:
         pair = self.make_pair()
