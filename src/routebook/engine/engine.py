@@ -252,7 +252,7 @@ class Engine:
         assert request.finish_reason is not None
         child.group.choices[child.index] = CompletionOutput(
             index=child.index,
-            text=child.detokenizer.text if child.detokenizer is not None else "",
+            text=child.detokenizer.text(request.output_token_ids) if child.detokenizer else "",
             token_ids=tuple(request.output_token_ids),
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,

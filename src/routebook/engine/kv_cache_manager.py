@@ -77,7 +77,7 @@ class KVCacheManager:
 
     def end_planning(self, capture: bool) -> None:
         """The step is planned. Without capture its rows will never come, so what it published is withdrawn."""
-        if not capture:
+        if not capture and self._published_now:
             self._ledger.withdraw(self._published_now)
         self._published_now = []
 

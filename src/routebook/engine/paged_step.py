@@ -107,7 +107,7 @@ class PagedStep:
     def _mask(
         self, index: int, call: AttentionCall, positions: torch.Tensor, context: int
     ) -> torch.Tensor:
-        """Which keys `[..., C]` the queries at `positions` see; made once per kind of layer and part of the step."""
+        """What to add to the scores `[..., C]` of the queries at `positions`: 0 for keys that they see, else -inf."""
         name = (index, call.window, call.chunk)
         if name not in self._masks:
             key_positions_C = torch.arange(context, device=self.device)
@@ -117,7 +117,9 @@ class PagedStep:
                 seen &= key_positions_C > queries - call.window
             if call.chunk is not None:
                 seen &= key_positions_C // call.chunk == queries // call.chunk
-            self._masks[name] = seen
+            # Additive and made once: given booleans, attention would convert them in every layer.
+            hidden = torch.full((), float("-inf"), dtype=call.query_HTD.dtype, device=self.device)
+            self._masks[name] = torch.where(seen, 0.0, hidden)
         return self._masks[name]
 
     def _make_decodes(self, singles: IntArray) -> Decodes:
@@ -164,7 +166,7 @@ def _attend(
         per_query = query.shape[2] // (len(call.sinks_H) // key.shape[1])
         sinks = call.sinks_H.view(key.shape[1], -1).repeat_interleave(per_query, dim=1)
     scores = softcapped(query @ key.transpose(-1, -2) * call.scaling, call.softcap)
-    return softmax_with_sinks(scores.masked_fill(~mask, float("-inf")), sinks) @ value
+    return softmax_with_sinks(scores + mask, sinks) @ value
 
 
 def softcapped(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:

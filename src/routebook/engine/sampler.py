@@ -44,7 +44,7 @@ def sample(
         seeds: the seed of each request.
         positions: the position that each new token will have.
     """
-    token_ids_B = logits_BV.argmax(dim=-1)
+    token_ids_B = _likeliest(logits_BV)
     random = [b for b, p in enumerate(params) if p.temperature > 0]
     if random:
         probs = probabilities(logits_BV[random], [params[b] for b in random])
@@ -64,6 +64,14 @@ def probabilities(logits_BV: torch.Tensor, params: Sequence[SamplingParams]) -> 
     sorted_BV, order_BV = probs.sort(dim=-1, descending=True, stable=True)
     sorted_BV = _filtered(sorted_BV, params)
     return torch.zeros_like(probs).scatter(-1, order_BV, sorted_BV)
+
+
+def _likeliest(logits_BV: torch.Tensor) -> torch.Tensor:
+    """Token of the greatest logit; the first of equals."""
+    if logits_BV.device.type == "cpu" and logits_BV.dtype != torch.bfloat16:
+        # Ten times as fast as torch's own on the CPU, and a visible part of a small decode step.
+        return torch.from_numpy(logits_BV.numpy().argmax(axis=-1))
+    return logits_BV.argmax(dim=-1)
 
 
 def uniform_numbers(seeds: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.float32]:

@@ -27,17 +27,13 @@ class FreeExtents:
 
     def add(self, start: int, length: int) -> None:
         """Make `[start, start + length)` free and join it to its neighbours."""
-        self.total += length
         if start in self._start_before:
             before = self._start_before[start]
             length += self._cut(before)
             start = before
         if start + length in self._length_at:
             length += self._cut(start + length)
-        self._length_at[start] = length
-        self._start_before[start + length] = start
-        heapq.heappush(self._by_length, (-length, start))
-        self._drop_stale()
+        self._put(start, length)
 
     def take(self, count: int, at: int | None) -> list[tuple[int, int]]:
         """Take `count` free chunks as few extents `(start, length)`, the first one at `at` if that is free."""
@@ -74,15 +70,24 @@ class FreeExtents:
 
     def _take_part(self, start: int, skip: int, count: int) -> tuple[int, int]:
         length = self._cut(start)
-        self.total -= length
         if skip:
-            self.add(start, skip)
+            self._put(start, skip)
         if length > skip + count:
-            self.add(start + skip + count, length - skip - count)
+            self._put(start + skip + count, length - skip - count)
         return start + skip, count
+
+    def _put(self, start: int, length: int) -> None:
+        self.total += length
+        self._length_at[start] = length
+        self._start_before[start + length] = start
+        heapq.heappush(self._by_length, (-length, start))
+        if len(self._by_length) > _STALE_PER_EXTENT * len(self._length_at) + _STALE_FLOOR:
+            self._by_length = [(-length, start) for start, length in self._length_at.items()]
+            heapq.heapify(self._by_length)
 
     def _cut(self, start: int) -> int:
         length = self._length_at.pop(start)
+        self.total -= length
         del self._start_before[start + length]
         return length
 
@@ -92,8 +97,3 @@ class FreeExtents:
             if self._length_at.get(start) == -length:
                 return start, -length
             heapq.heappop(self._by_length)
-
-    def _drop_stale(self) -> None:
-        if len(self._by_length) > _STALE_PER_EXTENT * len(self._length_at) + _STALE_FLOOR:
-            self._by_length = [(-length, start) for start, length in self._length_at.items()]
-            heapq.heapify(self._by_length)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import repeat
 
 import numpy as np
 import numpy.typing as npt
@@ -154,7 +154,7 @@ class RequestLedger(Ledger):
         """Write a step at once; see :meth:`Ledger.store_batch`."""
         step.check(self.schema)
         table, row_of = self._table, self._row_of
-        row_R = np.array([row_of.get(request, NONE) for request in step.request_ids], np.int64)
+        row_R = np.array(list(map(row_of.get, step.request_ids, repeat(NONE))), np.int64)
         run_R = self._runs(step, row_R)
         segments = StepSegments.cut(step.starts_R, step.counts_R, self.block_size)
         if self._late:
@@ -295,15 +295,15 @@ class RequestLedger(Ledger):
 
     def _allocate(self, chunks_NM: Table, row_S: Index, block_S: Index) -> None:
         """Fill the places of a table that have no chunk, each request's side by side as far as possible."""
-        empty = np.flatnonzero(chunks_NM[row_S, block_S] == NONE)
-        edges = np.flatnonzero(np.diff(row_S[empty], prepend=-1, append=-1)).tolist()
-        for begin, end in pairwise(edges):
-            row, blocks = int(row_S[empty[begin]]), block_S[empty[begin:end]]
-            before = max(int(blocks[0]) - 1, 0)
-            after = max(int(chunks_NM[row, before]), int(self._table.shared_NM[row, before]))
-            chunks_NM[row, blocks] = self._pool.allocate(
-                end - begin, after=None if after < 0 else after
-            )
+        empty_S = chunks_NM[row_S, block_S] == NONE
+        row_S, block_S = row_S[empty_S], block_S[empty_S]
+        if not len(row_S):
+            return
+        first_S = np.concatenate([[0], np.flatnonzero(np.diff(row_S)) + 1])
+        counts = np.diff(first_S, append=len(row_S)).tolist()
+        before = row_S[first_S], np.maximum(block_S[first_S] - 1, 0)
+        after = np.maximum(chunks_NM[before], self._table.shared_NM[before]).tolist()
+        chunks_NM[row_S, block_S] = self._pool.allocate_each(counts, after)
 
     def _write(
         self,

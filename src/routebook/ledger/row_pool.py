@@ -5,6 +5,7 @@ Legend of shape suffixes: T = rows given or asked, C = chunks, B = block_size, L
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -60,20 +61,32 @@ class RowPool:
         arrays = (self._ids, self._origin, self._version, self.refs_C)
         return sum(array.nbytes for array in arrays)
 
-    def allocate(self, count: int, after: int | None = None) -> Index:
-        """Hand out `count` chunks with one reference each and every row absent, int64 `[count]`.
+    def allocate(self, count: int, after: int = -1) -> Index:
+        """Hand out `count` chunks; see :meth:`allocate_each`."""
+        return self.allocate_each([count], [after])
 
-        They lie right behind chunk `after` and behind each other as far as those places are free.
+    def allocate_each(self, counts: Sequence[int], after: Sequence[int]) -> Index:
+        """Hand out chunks to several owners, with one reference each and every row absent.
+
+        Args:
+            counts: how many chunks each owner wants, at least 1.
+            after: for each owner the chunk behind which its own should lie, negative for no wish.
+
+        Returns:
+            int64 `[sum(counts)]`, owner by owner. The chunks of an owner lie behind its `after` and behind each
+            other as far as those places are free.
         """
-        if count > self.free.total:
-            self._grow(max(int(self.num_chunks * self._growth_factor), self.num_chunks + count))
-        extents = self.free.take(count, None if after is None else after + 1)
-        for start, length in extents:
-            self.refs_C[start : start + length] = 1
-            rows = slice(start * self.block_size, (start + length) * self.block_size)
-            self._origin[rows] = Origin.ABSENT
-        parts = [np.arange(start, start + length, dtype=np.int64) for start, length in extents]
-        return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, np.int64), *parts])
+        total = sum(counts)
+        if total > self.free.total:
+            self._grow(max(int(self.num_chunks * self._growth_factor), self.num_chunks + total))
+        chunks: list[int] = []
+        for count, behind in zip(counts, after, strict=True):
+            for start, length in self.free.take(count, behind + 1 if behind >= 0 else None):
+                chunks.extend(range(start, start + length))
+        chunks_C = np.array(chunks, np.int64)
+        self.refs_C[chunks_C] = 1
+        self._origin.reshape(-1, self.block_size)[chunks_C] = Origin.ABSENT
+        return chunks_C
 
     def retain(self, chunks_C: Index) -> None:
         """Add one reference to each chunk; a chunk given twice gets two."""
@@ -84,7 +97,7 @@ class RowPool:
         np.subtract.at(self.refs_C, chunks_C, 1)
         assert not (self.refs_C[chunks_C] < 0).any(), "a chunk was released more often than held"
         freed = np.unique(chunks_C[self.refs_C[chunks_C] == 0])
-        for first, stop in _spans(freed):
+        for first, stop in _spans(freed, _breaks(freed)):
             self.free.add(int(freed[first]), stop - first)
         return freed
 
@@ -116,9 +129,9 @@ class RowPool:
         """
         row = f"V{self.schema.row_nbytes}"
         target, source = self._ids.view(row), ids_TLK.reshape(len(rows_T), -1).view(row)
-        spans = _spans(rows_T)
-        if len(spans) * _MIN_ROWS_PER_SPAN <= len(rows_T):
-            for first, stop in spans:
+        breaks = _breaks(rows_T)
+        if (len(breaks) + 1) * _MIN_ROWS_PER_SPAN <= len(rows_T):
+            for first, stop in _spans(rows_T, breaks):
                 begin = int(rows_T[first])
                 target[begin : begin + stop - first] = source[first:stop]
         else:
@@ -144,9 +157,9 @@ class RowPool:
         size, count = self.block_size, len(chunks_C)
         ids: RouteIds = np.empty((count * size, self._ids.shape[1]), self.schema.dtype)
         # A missing chunk must not look like the one before chunk 0.
-        spans = _spans(np.where(chunks_C < 0, -2, chunks_C))
-        if len(spans) * _MIN_ROWS_PER_SPAN <= count * size:
-            for first, stop in spans:
+        breaks = _breaks(np.where(chunks_C < 0, -2, chunks_C))
+        if not count or (len(breaks) + 1) * _MIN_ROWS_PER_SPAN <= count * size:
+            for first, stop in _spans(chunks_C, breaks):
                 begin = int(chunks_C[first])
                 if begin >= 0:
                     rows = slice(begin * size, (begin + stop - first) * size)
@@ -198,10 +211,11 @@ class RowPool:
         self.free.add(old, num_chunks - old)
 
 
-def _spans(values: Index) -> list[tuple[int, int]]:
-    """Split into maximal `[first, stop)` in which each value is the one before plus one."""
-    if not len(values):
-        return []
-    breaks = (np.flatnonzero(values[1:] != values[:-1] + 1) + 1).tolist()
-    edges = [0, *breaks, len(values)]
-    return list(pairwise(edges))
+def _breaks(values: Index) -> Index:
+    """Where a value is not the one before plus one."""
+    return np.flatnonzero(values[1:] != values[:-1] + 1) + 1
+
+
+def _spans(values: Index, breaks: Index) -> list[tuple[int, int]]:
+    """The maximal `[first, stop)` between breaks."""
+    return list(pairwise([0, *breaks.tolist(), len(values)])) if len(values) else []

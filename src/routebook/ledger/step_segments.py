@@ -31,13 +31,18 @@ class StepSegments:
         """Cut the rows `[starts, starts + counts)` of each request; a request without rows has no segment."""
         stops_R = starts_R + counts_R
         first_R = starts_R // block_size
+        before_R = np.cumsum(counts_R) - counts_R
         pieces_R = np.where(counts_R > 0, (stops_R - 1) // block_size - first_R + 1, 0)
+        if (pieces_R == 1).all():
+            # A step of decodes: nothing to cut.
+            offset_R = starts_R - first_R * block_size
+            return cls(np.arange(len(starts_R)), first_R, offset_R, counts_R, before_R)
         request_S = np.repeat(np.arange(len(starts_R)), pieces_R)
         nth_S = np.arange(len(request_S)) - (np.cumsum(pieces_R) - pieces_R)[request_S]
         block_S = first_R[request_S] + nth_S
         begin_S = np.maximum(starts_R[request_S], block_S * block_size)
         length_S = np.minimum(stops_R[request_S], (block_S + 1) * block_size) - begin_S
-        source_S = (np.cumsum(counts_R) - counts_R - starts_R)[request_S] + begin_S
+        source_S = (before_R - starts_R)[request_S] + begin_S
         return cls(request_S, block_S, begin_S - block_S * block_size, length_S, source_S)
 
     def __len__(self) -> int:
@@ -55,5 +60,8 @@ class StepSegments:
 
     def rows(self, first_S: Index) -> Index:
         """Expand each segment to `first, first + 1, ...`, one number per row, int64 `[T]`."""
+        total = int(self.length_S.sum())
+        if total == len(self):
+            return first_S
         before_S = np.cumsum(self.length_S) - self.length_S
-        return np.repeat(first_S - before_S, self.length_S) + np.arange(self.length_S.sum())
+        return np.repeat(first_S - before_S, self.length_S) + np.arange(total)
