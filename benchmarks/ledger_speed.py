@@ -105,23 +105,29 @@ def decode_case(ledger: RequestLedger, num_steps: int) -> Case:
     return measure
 
 
-def read_case(ledger: RequestLedger, num_rows: int, *, scattered: bool) -> Case:
-    """A whole request that grew alone, or in turn with others so that no two chunks are adjacent."""
-    kind = "scattered" if scattered else "adjacent"
-    names = [f"{kind}-{num_rows}-{i}" for i in range(8 if scattered else 1)]
-    for name in names:
-        ledger.begin(name, num_rows)
-    step_rows = BLOCK_SIZE if scattered else num_rows
-    ids_TLK = random_ids(step_rows * len(names))
-    for start in range(0, num_rows, step_rows):
-        starts = np.full(len(names), start, np.int64)
-        ledger.store_batch(make_step(names, starts, step_rows, ids_TLK))
-    return lambda: seconds(lambda: ledger.read(names[0], 0, num_rows))
+def read_case(ledger: RequestLedger, name: str, num_rows: int) -> Case:
+    """A whole request, stored in one step."""
+    ledger.begin(name, num_rows)
+    ledger.store_batch(make_step([name], np.zeros(1, np.int64), num_rows, random_ids(num_rows)))
+    return lambda: seconds(lambda: ledger.read(name, 0, num_rows))
+
+
+def full_ledger(num_rows: int) -> RequestLedger:
+    """A ledger whose free chunks, enough for `num_rows`, have no free neighbour."""
+    ledger = RequestLedger(SCHEMA, BLOCK_SIZE, LedgerConfig(initial_rows=2 * num_rows))
+    ledger.begin("filler", 0)
+    for block in range(0, 2 * num_rows // BLOCK_SIZE, 2):
+        ledger.publish("filler", block, b"%d" % block)
+    count, ids_TLK = 2 * num_rows, random_ids(2 * num_rows)
+    ledger.store_batch(make_step(["filler"], np.zeros(1, np.int64), count, ids_TLK))
+    # What is published stays: every second block.
+    ledger.release("filler", ReleaseReason.FINISHED)
+    return ledger
 
 
 def tail_case(ledger: RequestLedger, num_rows: int, count: int) -> Case:
     """The last `count` rows of a request that `read_case` has made."""
-    name = f"adjacent-{num_rows}-0"
+    name = f"adjacent-{num_rows}"
     return lambda: seconds(lambda: ledger.read(name, num_rows - count, num_rows))
 
 
@@ -129,8 +135,6 @@ def all_cases() -> dict[str, Case]:
     ledger = RequestLedger(SCHEMA, BLOCK_SIZE, LedgerConfig(initial_rows=100_000))
     # Of its own: requests that grow beside it would move the free chunks, and so the pages, in every round.
     prefill = RequestLedger(SCHEMA, BLOCK_SIZE, LedgerConfig(initial_rows=PREFILL_ROWS))
-    # A full pool keeps no two chunks of an interleaved request side by side.
-    tight = RequestLedger(SCHEMA, BLOCK_SIZE, LedgerConfig(initial_rows=8 * sum(READ_ROWS)))
     cases = {
         f"copy {PREFILL_ROWS}": copy_case(PREFILL_ROWS),
         f"store prefill {PREFILL_ROWS}": prefill_case(prefill),
@@ -139,8 +143,10 @@ def all_cases() -> dict[str, Case]:
     }
     for num_rows in READ_ROWS:
         cases[f"fresh copy {num_rows}"] = fresh_copy_case(num_rows)
-        cases[f"read adjacent {num_rows}"] = read_case(ledger, num_rows, scattered=False)
-        cases[f"read scattered {num_rows}"] = read_case(tight, num_rows, scattered=True)
+        cases[f"read adjacent {num_rows}"] = read_case(ledger, f"adjacent-{num_rows}", num_rows)
+        cases[f"read scattered {num_rows}"] = read_case(
+            full_ledger(num_rows), "scattered", num_rows
+        )
         cases[f"read last 256 of {num_rows}"] = tail_case(ledger, num_rows, 256)
     return cases
 

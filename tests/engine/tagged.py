@@ -137,7 +137,9 @@ class TaggedRunner:
 class TaggedSystem:
     """Scheduler, KV cache and ledger as in the engine, over the fake worker."""
 
-    def __init__(self, *, num_blocks: int, block_size: int, budget: int, max_num_seqs: int = 8) -> None:
+    def __init__(
+        self, *, num_blocks: int, block_size: int, budget: int, max_num_seqs: int = 8
+    ) -> None:
         self.ledger = RequestLedger(SCHEMA, block_size)
         cache = KVCacheManager(BlockPool(num_blocks), block_size, self.ledger, prefix_caching=True)
         self.scheduler = Scheduler(
@@ -152,7 +154,15 @@ class TaggedSystem:
         self.rows_compared = 0
         self.rows_from_cache = 0
 
-    def add(self, prompt: list[int], *, max_tokens: int, rows: bool = True, start: int = 0, ignore_eos: bool = False) -> Request:
+    def add(
+        self,
+        prompt: list[int],
+        *,
+        max_tokens: int,
+        rows: bool = True,
+        start: int = 0,
+        ignore_eos: bool = False,
+    ) -> Request:
         params = SamplingParams(
             max_tokens=max_tokens,
             ignore_eos=ignore_eos,
@@ -198,7 +208,9 @@ class TaggedSystem:
     def check(self, request: Request, record: RoutedExperts) -> None:
         """Every computed position has the row of the computation that the oracle saw; the others have none."""
         record.check_tokens(request.token_ids)
-        origins = {p: span.origin for span in record.provenance for p in range(span.start, span.stop)}
+        origins = {
+            p: span.origin for span in record.provenance for p in range(span.start, span.stop)
+        }
         for position in range(record.start, record.stop):
             seen = self.runner.expected.get((request.request_id, position))
             assert bool(record.valid_T[position - record.start]) == (seen is not None)

@@ -27,7 +27,9 @@ def requests(vocab_size: int) -> list[list[int]]:
 
 
 def generate(model: Any, **config: Any) -> list[RequestOutput]:
-    llm = LLM(model, device="cuda", max_num_batched_tokens=64, num_blocks=64, max_model_len=512, **config)
+    llm = LLM(
+        model, device="cuda", max_num_batched_tokens=64, num_blocks=64, max_model_len=512, **config
+    )
     prompts = requests(llm.engine.loaded.vocab_size)
     outputs = llm.generate(prompts, SamplingParams(max_tokens=30, seed=1, ignore_eos=True))
     llm.check_integrity()
@@ -64,7 +66,12 @@ def test_ids_above_255_survive_the_narrow_copy() -> None:
     family = Family(
         name="many_experts",
         config_class="Qwen3MoeConfig",
-        options={"num_experts": 400, "num_experts_per_tok": 8, "moe_intermediate_size": 16},
+        options={
+            "num_experts": 400,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 16,
+            "max_position_embeddings": 1024,
+        },
     )
     outputs = generate(family.build(torch.float32))
     judge = family.build(torch.float32).cuda()

@@ -36,7 +36,9 @@ def test_greedy_text_is_that_of_transformers_generate(llm: LLM, peer) -> None:  
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24))
     for prompt, output in zip(prompts, outputs, strict=True):
         input_ids = tokenizer(prompt, return_tensors="pt").input_ids
-        wanted = model.generate(input_ids, do_sample=False, max_new_tokens=24)[0, input_ids.shape[1] :]
+        wanted = model.generate(input_ids, do_sample=False, max_new_tokens=24)[
+            0, input_ids.shape[1] :
+        ]
         assert output.choices[0].token_ids == tuple(wanted.tolist())
         assert output.choices[0].text == tokenizer.decode(wanted, skip_special_tokens=True)
     assert outputs[2].choices[0].text.startswith("42\n")

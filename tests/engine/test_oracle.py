@@ -119,7 +119,10 @@ def test_the_reference_mode_is_blind_to_batch_chunks_and_preemption(budget: int)
         outputs, _ = run(llm)
         outputs.sort(key=lambda output: int(output.request_id))
         return [
-            (o.choices[0].token_ids, r.ids_TLK.tobytes() if (r := o.choices[0].routed_experts) else 0)
+            (
+                o.choices[0].token_ids,
+                r.ids_TLK.tobytes() if (r := o.choices[0].routed_experts) else 0,
+            )
             for o in outputs
         ]
 

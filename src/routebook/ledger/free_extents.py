@@ -22,7 +22,8 @@ class FreeExtents:
         """Free chunks in all extents."""
         self._length_at: dict[int, int] = {}
         self._start_before: dict[int, int] = {}
-        # Largest first; an entry whose extent has changed since is stale and skipped when it comes up.
+        # (-length, end), largest first. The end stays when an extent is used from its front, so that needs no new
+        # entry; one whose length is out of date is put right when it comes up.
         self._by_length: list[tuple[int, int]] = []
 
     def add(self, start: int, length: int) -> None:
@@ -39,8 +40,8 @@ class FreeExtents:
         """Take `count` free chunks as few extents `(start, length)`, the first one at `at` if that is free."""
         assert count <= self.total, f"{count} chunks asked of {self.total} free ones"
         taken = []
-        if count and at in self._length_at:
-            taken.append(self._take_part(at, 0, min(count, self._length_at[at])))
+        if count and at is not None and at in self._length_at:
+            taken.append(self._take_front(at, count))
             count -= taken[-1][1]
         while count:
             start, length = self._largest()
@@ -68,6 +69,17 @@ class FreeExtents:
             raise IntegrityError(f"{len(chunks)} free chunks listed, {self.total} counted")
         return chunks
 
+    def _take_front(self, start: int, count: int) -> tuple[int, int]:
+        length = self._length_at.pop(start)
+        count = min(count, length)
+        self.total -= count
+        if count == length:
+            del self._start_before[start + length]
+        else:
+            self._length_at[start + count] = length - count
+            self._start_before[start + length] = start + count
+        return start, count
+
     def _take_part(self, start: int, skip: int, count: int) -> tuple[int, int]:
         length = self._cut(start)
         if skip:
@@ -80,9 +92,11 @@ class FreeExtents:
         self.total += length
         self._length_at[start] = length
         self._start_before[start + length] = start
-        heapq.heappush(self._by_length, (-length, start))
+        heapq.heappush(self._by_length, (-length, start + length))
         if len(self._by_length) > _STALE_PER_EXTENT * len(self._length_at) + _STALE_FLOOR:
-            self._by_length = [(-length, start) for start, length in self._length_at.items()]
+            self._by_length = [
+                (-length, start + length) for start, length in self._length_at.items()
+            ]
             heapq.heapify(self._by_length)
 
     def _cut(self, start: int) -> int:
@@ -93,7 +107,12 @@ class FreeExtents:
 
     def _largest(self) -> tuple[int, int]:
         while True:
-            length, start = self._by_length[0]
-            if self._length_at.get(start) == -length:
-                return start, -length
-            heapq.heappop(self._by_length)
+            listed, end = self._by_length[0]
+            start = self._start_before.get(end)
+            if start is not None and end - start == -listed:
+                return start, end - start
+            if start is not None and end - start < -listed:
+                heapq.heapreplace(self._by_length, (start - end, end))
+            else:
+                # Gone, or longer than listed: then it has a better entry.
+                heapq.heappop(self._by_length)

@@ -188,9 +188,9 @@ class RequestLedger(Ledger):
         own_C[: len(known)] = known
         shared_C[: len(known)] = table.shared_NM[row, first:last]
         ids_TLK, origin_T, version_T = self._pool.read(np.where(own_C >= 0, own_C, shared_C))
-        origin_CB = origin_T.reshape(-1, size)
-        borrowed_CB = (own_C < 0)[:, None] & (origin_CB != Origin.ABSENT)
-        origin_CB[borrowed_CB] = Origin.PREFIX_CACHE
+        borrowed_T = np.repeat(own_C < 0, size)
+        if borrowed_T.any():
+            origin_T[borrowed_T & (origin_T != Origin.ABSENT)] = Origin.PREFIX_CACHE
         both = np.flatnonzero((own_C >= 0) & (shared_C >= 0))
         if len(both):
             self._fill_from_shared(both, shared_C[both], ids_TLK, origin_T, version_T)

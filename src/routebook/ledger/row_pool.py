@@ -130,14 +130,16 @@ class RowPool:
         row = f"V{self.schema.row_nbytes}"
         target, source = self._ids.view(row), ids_TLK.reshape(len(rows_T), -1).view(row)
         breaks = _breaks(rows_T)
-        if (len(breaks) + 1) * _MIN_ROWS_PER_SPAN <= len(rows_T):
-            for first, stop in _spans(rows_T, breaks):
-                begin = int(rows_T[first])
-                target[begin : begin + stop - first] = source[first:stop]
-        else:
+        if (len(breaks) + 1) * _MIN_ROWS_PER_SPAN > len(rows_T):
             target[rows_T] = source
-        self._origin[rows_T] = origin_T
-        self._version[rows_T] = weight_version
+            self._origin[rows_T] = origin_T
+            self._version[rows_T] = weight_version
+            return
+        for first, stop in _spans(rows_T, breaks):
+            rows = slice(int(rows_T[first]), int(rows_T[first]) + stop - first)
+            target[rows] = source[first:stop]
+            self._origin[rows] = origin_T if isinstance(origin_T, int) else origin_T[first:stop]
+            self._version[rows] = weight_version
 
     def copy_chunk(self, source: int, target: int) -> None:
         """Copy every row of one chunk onto another."""
