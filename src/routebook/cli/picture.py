@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from html import escape
 
-from routebook.cli.report import FileReport, LayerReport
+from routebook.cli.report import FileReport, LayerReport, plural
 
 _PAGE = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
-<meta name="viewport" content="width=device-width">
+<meta name="viewport" content="width=device-width, initial-scale=1">
 <title>Expert load: {file}</title>
 <style>
   body {{ font: 14px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem;
@@ -18,16 +18,20 @@ _PAGE = """<!doctype html>
   .scroll {{ overflow-x: auto; }}
   table {{ border-collapse: separate; border-spacing: 2px; }}
   th {{ font-weight: 500; padding: 0 .5rem; text-align: right; white-space: nowrap; }}
+  th:first-child {{ position: sticky; left: 0; background: #fff; }}
   td.load {{ min-width: 2.2rem; height: 2rem; text-align: center; font-size: .75rem; border-radius: 3px; }}
+  th.expert {{ padding: 0; text-align: center; }}
+  td.unused {{ outline: 2px solid #c62828; outline-offset: -2px; }}
   td.figure {{ padding: 0 .5rem; text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }}
   .legend span {{ display: inline-block; padding: 0 .6rem; border-radius: 3px; }}
 </style>
 <h1>Expert load per layer</h1>
-<p>{file}: {num_samples} samples, {num_rows} rows ({num_absent_rows} absent); {num_experts} experts,
-top-{top_k}. Each cell is an expert; its number is its load over the layer's mean, so 1.0 is perfect balance.</p>
+<p>{file}: {samples}, {rows} ({num_absent_rows} absent); {num_experts} experts,
+top-{top_k}. Each coloured cell is an expert; its number is its load over the layer's mean, so 1.0 is
+perfect balance. An outlined cell was never picked. Entropy is given as a share of its maximum.</p>
 <p class="legend">{legend}</p>
 <div class="scroll"><table>
-<tr><th>layer</th>{experts}<th>entropy</th><th>busiest</th><th>unused</th></tr>
+<tr><th>layer</th><th>entropy</th><th>busiest</th><th>unused</th>{experts}</tr>
 {layers}
 </table></div>
 </html>
@@ -40,13 +44,15 @@ def render_load(report: FileReport) -> str:
     """The page for a report."""
     return _PAGE.format(
         file=escape(report.file),
-        num_samples=report.num_samples,
-        num_rows=report.num_rows,
+        samples=plural(report.num_samples, "sample"),
+        rows=plural(report.num_rows, "row"),
         num_absent_rows=report.num_absent_rows,
         num_experts=report.num_experts,
         top_k=report.top_k,
         legend=" ".join(_legend_cell(ratio) for ratio in _LEGEND_RATIOS),
-        experts="".join(f"<th>{expert}</th>" for expert in range(report.num_experts)),
+        experts="".join(
+            f'<th class="expert">{expert}</th>' for expert in range(report.num_experts)
+        ),
         layers="\n".join(_layer_row(layer) for layer in report.layers),
     )
 
@@ -54,15 +60,22 @@ def render_load(report: FileReport) -> str:
 def _layer_row(layer: LayerReport) -> str:
     mean = sum(layer.counts) / len(layer.counts)
     cells = "".join(
-        f'<td class="load" style="{_style(count / mean)}" title="layer {layer.layer_id}, expert {expert}:'
-        f' {count} picks">{count / mean:.1f}</td>'
+        _cell(layer.layer_id, expert, count, count / mean)
         for expert, count in enumerate(layer.counts)
     )
     return (
-        f"<tr><th>{layer.layer_id}</th>{cells}"
+        f"<tr><th>{layer.layer_id}</th>"
         f'<td class="figure">{layer.relative_entropy:.1%}</td>'
         f'<td class="figure">{layer.busiest_over_mean:.2f}x</td>'
-        f'<td class="figure">{layer.unused_experts}</td></tr>'
+        f'<td class="figure">{layer.unused_experts}</td>{cells}</tr>'
+    )
+
+
+def _cell(layer_id: int, expert: int, count: int, ratio: float) -> str:
+    kind = "load" if count else "load unused"
+    return (
+        f'<td class="{kind}" style="{_style(ratio)}" title="layer {layer_id}, expert {expert}:'
+        f' {count} picks">{ratio:.1f}</td>'
     )
 
 

@@ -84,7 +84,7 @@ def report_lines(report: FileReport) -> list[str]:
     """The report for people."""
     origins = ", ".join(f"{count} {origin}" for origin, count in report.rows_by_origin.items())
     lines = [
-        f"{report.file}: {report.num_samples} samples, {report.num_rows} rows"
+        f"{report.file}: {plural(report.num_samples, 'sample')}, {plural(report.num_rows, 'row')}"
         f" ({report.num_absent_rows} absent)",
         f"schema      {len(report.layer_ids)} MoE layers of {report.num_hidden_layers},"
         f" {report.num_experts} experts, top-{report.top_k}, {report.dtype}",
@@ -97,9 +97,14 @@ def report_lines(report: FileReport) -> list[str]:
         f"  {layer.busiest_expert:14}  {layer.busiest_over_mean:8.2f}x  {layer.unused_experts:6}"
         for layer in report.layers
     ]
-    lines += ["", "sample      positions  prompt  absent  provenance"]
+    lines += ["", "sample           positions  prompt  absent  provenance"]
     lines += [_sample_line(index, sample) for index, sample in enumerate(report.samples)]
     return lines
+
+
+def plural(count: int, noun: str) -> str:
+    """The count with its noun, `1 row` or `2 rows`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _sample_line(index: int, sample: SampleReport) -> str:
@@ -108,7 +113,7 @@ def _sample_line(index: int, sample: SampleReport) -> str:
     )
     positions = f"[{sample.start}, {sample.start + sample.num_rows})"
     name = sample.meta.get("request_id", str(index))
-    return f"{name:10}  {positions:>9}  {sample.num_prompt_tokens:6}  {sample.num_absent_rows:6}  {spans}"
+    return f"{name:10}  {positions:>14}  {sample.num_prompt_tokens:6}  {sample.num_absent_rows:6}  {spans}"
 
 
 def _layer_report(schema: RouteSchema, load: ExpertLoad, index: int) -> LayerReport:

@@ -1,10 +1,10 @@
 """Attention of one packed step over the paged pool.
 
-Tokens that continue a sequence by one (decodes) run as one padded batch; longer pieces run one by one. What depends
-on the step only (slots, masks) is made once and shared by all layers.
+Sequences that have the same number of tokens in the step, above all the decodes with one each, run as one padded
+batch. What depends on the step only (blocks, masks) is made once and shared by all layers.
 
-Legend of shape suffixes: T = tokens of the step, B = decodes, C = context length (padded), n = tokens
-of one piece, N = blocks of a context, H = query heads, G = KV heads, D = key size, V = value size.
+Legend of shape suffixes: T = tokens of the step, B = sequences of a group, n = tokens of each, N = blocks of a context,
+C = context length (padded), H = query heads, G = KV heads, D = key size, V = value size.
 """
 
 from __future__ import annotations
@@ -21,23 +21,12 @@ from routebook.engine.kv_pool import KVPool
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Several consecutive tokens of one sequence."""
+class Group:
+    """Sequences with equally many tokens in the step."""
 
-    rows: slice
-    """Its rows in the step."""
-    positions_n: torch.Tensor
-    blocks_N: torch.Tensor
-    """Blocks of its whole context."""
-
-
-@dataclass(frozen=True, slots=True)
-class Decodes:
-    """One token each of several sequences."""
-
-    rows_B: torch.Tensor | None
-    """Their rows in the step; None when the step holds nothing else."""
-    positions_B: torch.Tensor
+    rows_Bn: torch.Tensor | None
+    """Their rows in the step; None when the group is the whole step, in order."""
+    positions_Bn: torch.Tensor
     blocks_BN: torch.Tensor
     """Blocks of the whole context; entries past a sequence's end point anywhere and are masked."""
 
@@ -54,64 +43,46 @@ class PagedStep:
         self._inputs = inputs
         self._block_table = block_table
         self.slot_mapping_T = self._tensor(inputs.slot_mapping_T)
-        self._first_rows_R = inputs.counts_R.cumsum() - inputs.counts_R
-        singles = np.flatnonzero(inputs.counts_R == 1)
-        several = np.flatnonzero(inputs.counts_R > 1)
-        self.pieces = [self._make_piece(request) for request in several.tolist()]
-        self.decodes = self._make_decodes(singles) if len(singles) else None
+        self.groups = [self._make_group(requests) for requests in _group_requests(inputs)]
         self._masks: dict[tuple[int, int | None, int | None], torch.Tensor] = {}
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Return `[T, H, V]`."""
         self.pool.write(call.layer, self.slot_mapping_T, call.key_TGD, call.value_TGV)
-        if self.decodes is not None and self.decodes.rows_B is None:
-            return self._attend_decodes(call, self.decodes, call.query_HTD.transpose(0, 1))
-        num_heads, num_tokens, _ = call.query_HTD.shape
-        value_dim = self.pool.value_dim(call.layer)
-        out_THV = call.query_HTD.new_empty(num_tokens, num_heads, value_dim)
-        if self.decodes is not None:
-            rows_B = self.decodes.rows_B
-            query_BHD = call.query_HTD[:, rows_B].transpose(0, 1)
-            out_THV[rows_B] = self._attend_decodes(call, self.decodes, query_BHD)
-        for index, piece in enumerate(self.pieces):
-            out_THV[piece.rows] = self._attend_piece(call, index, piece)
+        query_THD = call.query_HTD.transpose(0, 1)
+        if self.groups[0].rows_Bn is None:
+            return self._attend_group(call, 0, query_THD).flatten(0, 1)
+        num_tokens, num_heads, _ = query_THD.shape
+        out_THV = query_THD.new_empty(num_tokens, num_heads, self.pool.value_dim(call.layer))
+        for index, group in enumerate(self.groups):
+            out_THV[group.rows_Bn] = self._attend_group(call, index, query_THD[group.rows_Bn])
         return out_THV
 
-    def _attend_decodes(
-        self, call: AttentionCall, decodes: Decodes, query_BHD: torch.Tensor
-    ) -> torch.Tensor:
-        """Return `[B, H, V]`."""
-        num_seqs, num_heads, key_dim = query_BHD.shape
-        context = decodes.blocks_BN.shape[1] * self.block_size
-        keys, values = self.pool.read_blocks(call.layer, decodes.blocks_BN.view(-1))
+    def _attend_group(self, call: AttentionCall, index: int, query: torch.Tensor) -> torch.Tensor:
+        """Attend with the queries of one group, `[B, n, H, D]` or flat; return `[B, n, H, V]`."""
+        group = self.groups[index]
+        num_seqs, num_tokens = group.positions_Bn.shape
+        context = group.blocks_BN.shape[1] * self.block_size
+        keys, values = self.pool.read_blocks(call.layer, group.blocks_BN.view(-1))
         key_BGCD = keys.view(num_seqs, context, *keys.shape[1:]).transpose(1, 2)
         value_BGCV = values.view(num_seqs, context, *values.shape[1:]).transpose(1, 2)
+        num_kv_heads = key_BGCD.shape[1]
+        num_heads, key_dim = query.shape[-2:]
+        query_BHnD = query.reshape(num_seqs, num_tokens, num_heads, key_dim).transpose(1, 2)
         # The query heads of one KV head act as its queries, so nothing needs to be repeated.
-        grouped = query_BHD.reshape(num_seqs, key_BGCD.shape[1], -1, key_dim)
-        mask = self._mask(-1, call, decodes.positions_B[:, None, None], context)
+        grouped = query_BHnD.reshape(num_seqs, num_kv_heads, -1, key_dim)
+        mask = self._mask(index, call, context)
+        if num_tokens > 1:
+            mask = mask.repeat(1, 1, num_heads // num_kv_heads, 1)
         out = _attend(call, grouped, key_BGCD, value_BGCV, mask)
-        return out.reshape(num_seqs, num_heads, -1)
+        return out.reshape(num_seqs, num_heads, num_tokens, -1).transpose(1, 2)
 
-    def _attend_piece(self, call: AttentionCall, index: int, piece: Piece) -> torch.Tensor:
-        """Return `[n, H, V]`."""
-        keys, values = self.pool.read_blocks(call.layer, piece.blocks_N)
-        key_GCD, value_GCV = keys.transpose(0, 1), values.transpose(0, 1)
-        query_HnD = call.query_HTD[:, piece.rows]
-        num_heads, num_tokens, key_dim = query_HnD.shape
-        grouped = query_HnD.reshape(key_GCD.shape[0], -1, key_dim)
-        mask = self._mask(index, call, piece.positions_n, key_GCD.shape[1])
-        mask = mask.repeat(num_heads // key_GCD.shape[0], 1)
-        out = _attend(call, grouped[None], key_GCD[None], value_GCV[None], mask)[0]
-        return out.reshape(num_heads, num_tokens, -1).transpose(0, 1)
-
-    def _mask(
-        self, index: int, call: AttentionCall, positions: torch.Tensor, context: int
-    ) -> torch.Tensor:
-        """What to add to the scores `[..., C]` of the queries at `positions`: 0 for keys that they see, else -inf."""
+    def _mask(self, index: int, call: AttentionCall, context: int) -> torch.Tensor:
+        """What to add to a group's scores, `[B, 1, n, C]`: 0 for keys that the query sees, else -inf."""
         name = (index, call.window, call.chunk)
         if name not in self._masks:
             key_positions_C = torch.arange(context, device=self.device)
-            queries = positions[..., None]
+            queries = self.groups[index].positions_Bn[:, None, :, None]
             seen = key_positions_C <= queries
             if call.window is not None:
                 seen &= key_positions_C > queries - call.window
@@ -122,33 +93,31 @@ class PagedStep:
             self._masks[name] = torch.where(seen, 0.0, hidden)
         return self._masks[name]
 
-    def _make_decodes(self, singles: IntArray) -> Decodes:
-        starts_B = self._inputs.starts_R[singles]
-        rows_B = self._tensor(self._first_rows_R[singles]) if self.pieces else None
-        return Decodes(
-            rows_B=rows_B,
-            positions_B=self._tensor(starts_B),
-            blocks_BN=self._context_blocks(singles, int(starts_B.max()) + 1),
+    def _make_group(self, requests_B: IntArray) -> Group:
+        inputs = self._inputs
+        first_rows_B = (inputs.counts_R.cumsum() - inputs.counts_R)[requests_B]
+        offsets_n = np.arange(inputs.counts_R[requests_B[0]])
+        starts_B = inputs.starts_R[requests_B]
+        num_blocks = -(-(int(starts_B.max()) + len(offsets_n)) // self.block_size)
+        blocks_BN = self._block_table[inputs.rows_R[requests_B], :num_blocks]
+        is_whole = len(requests_B) == len(inputs.request_ids)
+        return Group(
+            rows_Bn=None if is_whole else self._tensor(first_rows_B[:, None] + offsets_n),
+            positions_Bn=self._tensor(starts_B[:, None] + offsets_n),
+            blocks_BN=self._tensor(blocks_BN.astype(np.int64)),
         )
-
-    def _make_piece(self, request: int) -> Piece:
-        first, count = int(self._first_rows_R[request]), int(self._inputs.counts_R[request])
-        rows = slice(first, first + count)
-        context = int(self._inputs.starts_R[request]) + count
-        return Piece(
-            rows=rows,
-            positions_n=self._tensor(self._inputs.positions_T[rows]),
-            blocks_N=self._context_blocks(np.array([request]), context)[0],
-        )
-
-    def _context_blocks(self, requests: IntArray, num_tokens: int) -> torch.Tensor:
-        """Blocks `[B, N]` that hold the first `num_tokens` tokens of these requests of the step."""
-        num_blocks = -(-num_tokens // self.block_size)
-        blocks = self._block_table[self._inputs.rows_R[requests], :num_blocks]
-        return self._tensor(blocks.astype(np.int64))
 
     def _tensor(self, array: IntArray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+
+def _group_requests(inputs: StepInputs) -> list[IntArray]:
+    """Indices of the requests with equally many tokens and, for prompts, contexts of about the same length."""
+    contexts_R = inputs.starts_R + inputs.counts_R
+    # Powers of two: a short prompt is padded to less than twice its context.
+    scale_R = np.where(inputs.counts_R > 1, np.ceil(np.log2(contexts_R)), 0)
+    kinds, kind_R = np.unique(np.stack([inputs.counts_R, scale_R]), axis=1, return_inverse=True)
+    return [np.flatnonzero(kind_R == kind) for kind in range(kinds.shape[1])]
 
 
 def _attend(

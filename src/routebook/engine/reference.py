@@ -24,12 +24,12 @@ class ReferenceStep(PagedStep):
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Return `[1, H, V]`."""
-        assert self.decodes is not None, "the reference mode runs one token at a time"
-        assert not self.pieces, "the reference mode runs one token at a time"
+        (group,) = self.groups
+        assert group.positions_Bn.numel() == 1, "the reference mode runs one token at a time"
         self.pool.write(call.layer, self.slot_mapping_T, call.key_TGD, call.value_TGV)
-        position = int(self.decodes.positions_B[0])
+        position = int(group.positions_Bn)
         offsets = torch.arange(self.block_size)
-        slots_C = (self.decodes.blocks_BN[0, :, None] * self.block_size + offsets).view(-1)
+        slots_C = (group.blocks_BN[0, :, None] * self.block_size + offsets).view(-1)
         seen_C = slots_C[_first_key(call, position) : position + 1]
         keys, values = self.pool.read_slots(call.layer, seen_C)
         return _attend_one(call, call.query_HTD[:, 0], keys, values)[None]
