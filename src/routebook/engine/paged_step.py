@@ -113,6 +113,8 @@ class PagedStep:
 
 def _group_requests(inputs: StepInputs) -> list[IntArray]:
     """Indices of the requests with equally many tokens and, for prompts, contexts of about the same length."""
+    if len(inputs.token_ids_T) == len(inputs.request_ids):
+        return [np.arange(len(inputs.request_ids))]
     contexts_R = inputs.starts_R + inputs.counts_R
     # Powers of two: a short prompt is padded to less than twice its context.
     scale_R = np.where(inputs.counts_R > 1, np.ceil(np.log2(contexts_R)), 0)
