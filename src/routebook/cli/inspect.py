@@ -51,12 +51,13 @@ def inspect(path: Path) -> FileReport:
     """Read a file and collect its figures.
 
     Raises:
-        RequestError: the file cannot be opened.
+        RequestError: the file cannot be opened, or none of its rows is valid.
         FormatError: the file is damaged, truncated or empty.
         SchemaMismatchError: its samples are of different models.
-        RecordError: none of its rows is valid.
     """
     samples = read_samples(path)
+    if not any(sample.record.valid_T.any() for sample in samples):
+        raise RequestError(f"{path} holds no valid row, so there is nothing to report")
     return make_report(str(path), samples, expert_load(sample.record for sample in samples))
 
 

@@ -89,9 +89,7 @@ class InputBatch:
         rows_R = np.array([self._row_of[request_id] for request_id in request_ids], np.int64)
         counts_R = np.array(list(step.num_scheduled_tokens.values()), np.int64)
         starts_R = np.array([step.num_computed_tokens[r] for r in request_ids], np.int64)
-        ends_R = counts_R.cumsum()
-        positions_T = np.arange(ends_R[-1]) + np.repeat(starts_R - (ends_R - counts_R), counts_R)
-        rows_T = np.repeat(rows_R, counts_R)
+        rows_T, positions_T = _expand(rows_R, starts_R, counts_R)
         blocks_T = self.block_table[rows_T, positions_T // self.block_size].astype(np.int64)
         return StepInputs(
             request_ids=request_ids,
@@ -104,12 +102,14 @@ class InputBatch:
             samples_R=starts_R + counts_R == self._num_tokens[rows_R],
         )
 
-    def append_token(self, request_id: str, token_id: int) -> None:
-        """Remember a sampled token: it is an input of a later step, unless the request ends at the model's limit."""
-        row = self._row_of[request_id]
-        if self._num_tokens[row] < self._token_ids.shape[1]:
-            self._token_ids[row, self._num_tokens[row]] = token_id
-            self._num_tokens[row] += 1
+    def append_tokens(self, token_ids: dict[str, int]) -> None:
+        """Remember sampled tokens, inputs of later steps; a request at the model's limit has none to come."""
+        rows_B = np.array([self._row_of[request_id] for request_id in token_ids], np.int64)
+        known_B = self._num_tokens[rows_B]
+        fits_B = known_B < self._token_ids.shape[1]
+        tokens_B = np.array(list(token_ids.values()), np.int32)
+        self._token_ids[rows_B[fits_B], known_B[fits_B]] = tokens_B[fits_B]
+        self._num_tokens[rows_B[fits_B]] += 1
 
     def _add(self, new: NewRequestData) -> None:
         row = self._free_rows.pop()
@@ -125,3 +125,12 @@ class InputBatch:
         first = self._num_blocks[row]
         self.block_table[row, first : first + len(block_ids)] = block_ids
         self._num_blocks[row] += len(block_ids)
+
+
+def _expand(rows_R: IntArray, starts_R: IntArray, counts_R: IntArray) -> tuple[IntArray, IntArray]:
+    """Row and position of every token of the step."""
+    ends_R = counts_R.cumsum()
+    if ends_R[-1] == len(counts_R):
+        return rows_R, starts_R
+    positions_T = np.arange(ends_R[-1]) + np.repeat(starts_R - (ends_R - counts_R), counts_R)
+    return np.repeat(rows_R, counts_R), positions_T

@@ -54,6 +54,8 @@ class KVCacheManager:
     def grow(self, request: Request, num_tokens: int) -> list[int] | None:
         """Extend the blocks to hold the first `num_tokens` tokens; None when the pool is out of blocks."""
         needed = self._num_blocks(num_tokens) - len(request.block_ids)
+        if needed <= 0:
+            return []
         if needed > self.pool.num_free:
             return None
         return self._append_blocks(request, needed)
@@ -117,9 +119,8 @@ class KVCacheManager:
         return -(-num_tokens // self.block_size)
 
     def _append_blocks(self, request: Request, count: int) -> list[int]:
-        if count <= 0:
-            return []
         block_ids, evicted = self.pool.allocate(count)
-        self._ledger.withdraw(evicted)
+        if evicted:
+            self._ledger.withdraw(evicted)
         request.block_ids += block_ids
         return block_ids

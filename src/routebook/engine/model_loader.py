@@ -35,18 +35,8 @@ class LoadedModel:
     vocab_size: int
     max_model_len: int
     eos_token_ids: frozenset[int]
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model is."""
-        device: torch.device = self.model.device
-        return device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What it computes in."""
-        dtype: torch.dtype = self.model.dtype
-        return dtype
+    device: torch.device
+    dtype: torch.dtype
 
 
 def load_model(model: str | Any, tokenizer: Any | None, config: ModelConfig) -> LoadedModel:
@@ -84,6 +74,8 @@ def load_model(model: str | Any, tokenizer: Any | None, config: ModelConfig) -> 
         vocab_size=int(text_config.vocab_size),
         max_model_len=_max_model_len(text_config),
         eos_token_ids=_eos_token_ids(model),
+        device=model.device,
+        dtype=model.dtype,
     )
 
 

@@ -22,8 +22,13 @@ from routebook.engine.model_loader import LoadedModel
 from routebook.engine.packed_positions import PackedPositions, counts_rows
 from routebook.engine.paged_step import PagedStep
 from routebook.engine.reference import ReferenceStep
-from routebook.engine.sampler import SampledToken, sample
-from routebook.engine.step import ModelRunnerOutput, SchedulerOutput, SideOutputs
+from routebook.engine.sampler import sample
+from routebook.engine.step import (
+    ModelRunnerOutput,
+    SchedulerOutput,
+    SideOutputs,
+    TokenLogprobs,
+)
 from routebook.errors import ConfigError, IntegrityError
 
 _GIB = 2**30
@@ -108,18 +113,17 @@ class ModelRunner:
         forward = self._forward_by_token if self._reference else self._forward
         logits_RV, captured = forward(inputs, capture=step.capture)
         rows = captured.to_cpu_nonblocking() if captured is not None else None
-        sampled = self._sample(inputs, logits_RV)
+        sampled, logprobs = self._sample(inputs, logits_RV)
         if self.loaded.device.type == "cuda":
             # Sampled ids and rows were queued on one stream: one wait covers both.
             torch.cuda.current_stream(self.loaded.device).synchronize()
-        for request_id, token in sampled.items():
-            self._batch.append_token(request_id, token.token_id)
+        self._batch.append_tokens(sampled)
         return ModelRunnerOutput(
             request_ids=inputs.request_ids,
             starts_R=inputs.starts_R,
             counts_R=inputs.counts_R,
-            sampled_token_ids={request_id: t.token_id for request_id, t in sampled.items()},
-            logprobs={r: t.logprobs for r, t in sampled.items() if t.logprobs is not None},
+            sampled_token_ids=sampled,
+            logprobs=logprobs,
             side=SideOutputs(routed_experts=rows.tolists() if rows is not None else None),
         )
 
@@ -156,19 +160,24 @@ class ModelRunner:
         captured = [rows.ids_TLK for _, rows in results if rows is not None]
         return logits_RV, RoutedExpertsTensors(torch.cat(captured)) if capture else None
 
-    def _sample(self, inputs: StepInputs, logits_RV: torch.Tensor) -> dict[str, SampledToken]:
+    def _sample(
+        self, inputs: StepInputs, logits_RV: torch.Tensor
+    ) -> tuple[dict[str, int], dict[str, TokenLogprobs]]:
+        """Next token of each request whose known tokens are all computed, and log-probabilities if asked."""
         assert self._batch is not None
-        chosen = np.flatnonzero(inputs.samples_R)
-        if not len(chosen):
-            return {}
+        chosen = np.flatnonzero(inputs.samples_R).tolist()
+        if not chosen:
+            return {}, {}
+        batch = self._batch
         request_ids = [inputs.request_ids[r] for r in chosen]
-        tokens = sample(
-            logits_RV if len(chosen) == len(logits_RV) else logits_RV[torch.from_numpy(chosen)],
-            [self._batch.params[request_id] for request_id in request_ids],
-            [self._batch.seeds[request_id] for request_id in request_ids],
+        token_ids, logprobs = sample(
+            logits_RV if len(chosen) == len(logits_RV) else logits_RV[chosen],
+            [batch.params[request_id] for request_id in request_ids],
+            [batch.seeds[request_id] for request_id in request_ids],
             (inputs.starts_R + inputs.counts_R)[chosen].tolist(),
         )
-        return dict(zip(request_ids, tokens, strict=True))
+        sampled = dict(zip(request_ids, token_ids, strict=True))
+        return sampled, {request_ids[b]: entry for b, entry in logprobs.items()}
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.loaded.device, non_blocking=True)

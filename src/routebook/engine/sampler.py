@@ -10,7 +10,6 @@ Legend of shape suffixes: B = sampled requests, V = vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -22,20 +21,12 @@ from routebook.engine.step import TokenLogprobs
 _UNIFORM_BITS = 24
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
-    """The next token of one request."""
-
-    token_id: int
-    logprobs: TokenLogprobs | None
-
-
 def sample(
     logits_BV: torch.Tensor,
     params: Sequence[SamplingParams],
     seeds: Sequence[int],
     positions: Sequence[int],
-) -> list[SampledToken]:
+) -> tuple[list[int], dict[int, TokenLogprobs]]:
     """Choose the next token of each request.
 
     Args:
@@ -43,6 +34,9 @@ def sample(
         params: what each request asks for.
         seeds: the seed of each request.
         positions: the position that each new token will have.
+
+    Returns:
+        The tokens, and for the rows that asked their log-probabilities.
     """
     token_ids_B = _likeliest(logits_BV)
     random = [b for b, p in enumerate(params) if p.temperature > 0]
@@ -51,8 +45,7 @@ def sample(
         uniform = uniform_numbers([seeds[b] for b in random], [positions[b] for b in random])
         token_ids_B[random] = _invert(probs, torch.from_numpy(uniform).to(probs.device))
     token_ids = token_ids_B.tolist()
-    logprobs = _logprobs(logits_BV, params, token_ids)
-    return [SampledToken(token_id, logprobs.get(b)) for b, token_id in enumerate(token_ids)]
+    return token_ids, _logprobs(logits_BV, params, token_ids)
 
 
 def probabilities(logits_BV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:

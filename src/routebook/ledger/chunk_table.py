@@ -43,6 +43,10 @@ class ChunkTable:
         """How often the request was preempted: the number of its current run."""
         self.hit_blocks_N: Column = np.zeros(rows, np.int64)
         """Leading blocks that the current run took from the prefix cache."""
+        self.next_N: Column = np.full(rows, NONE, np.int64)
+        """Position whose row would continue the request's last one in the same own chunk, or `NONE`."""
+        self.next_row_N: Column = np.zeros(rows, np.int64)
+        """Row of the pool that this position would take."""
         self._unused = list(range(rows - 1, -1, -1))
         self._bind()
 
@@ -58,6 +62,7 @@ class ChunkTable:
         row = self._unused.pop()
         self.prompt_N[row] = num_prompt_tokens
         self.run_N[row] = self.hit_blocks_N[row] = 0
+        self.next_N[row] = NONE
         return row
 
     def remove(self, row: int) -> None:
@@ -76,8 +81,9 @@ class ChunkTable:
     def _add_rows(self) -> None:
         rows = self._data.shape[1]
         self._data = np.pad(self._data, ((0, 0), (0, rows), (0, 0)), constant_values=NONE)
-        self.prompt_N, self.run_N, self.hit_blocks_N = (
-            np.pad(column, (0, rows)) for column in (self.prompt_N, self.run_N, self.hit_blocks_N)
+        columns = (self.prompt_N, self.run_N, self.hit_blocks_N, self.next_N, self.next_row_N)
+        self.prompt_N, self.run_N, self.hit_blocks_N, self.next_N, self.next_row_N = (
+            np.pad(column, (0, rows)) for column in columns
         )
         self._unused.extend(range(2 * rows - 1, rows - 1, -1))
         self._bind()

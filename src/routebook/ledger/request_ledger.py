@@ -106,6 +106,7 @@ class RequestLedger(Ledger):
     def share(self, request_id: str, block_hashes: Sequence[bytes]) -> None:
         """Take leading blocks from the prefix cache; see :meth:`Ledger.share`."""
         row, table, count = self._row(request_id), self._table, len(block_hashes)
+        table.next_N[row] = NONE
         table.reach(count)
         table.hit_blocks_N[row] = count
         found_C = np.array([self._published.get(h, NONE) for h in block_hashes], np.int64)
@@ -157,6 +158,7 @@ class RequestLedger(Ledger):
         row_R = np.array(list(map(row_of.get, step.request_ids, repeat(NONE))), np.int64)
         if self._store_decodes(step, row_R):
             return
+        table.next_N[row_R[row_R >= 0]] = NONE
         run_R = self._runs(step, row_R)
         segments = StepSegments.cut(step.starts_R, step.counts_R, self.block_size)
         if self._late:
@@ -211,6 +213,7 @@ class RequestLedger(Ledger):
         for block in np.flatnonzero(table.redo_NM[row] != NONE).tolist():
             self._drop_redo(request_id, row, block)
         if reason is ReleaseReason.PREEMPTED:
+            table.next_N[row] = NONE
             table.run_N[row] += 1
             table.hit_blocks_N[row] = 0
             return
@@ -264,15 +267,29 @@ class RequestLedger(Ledger):
         return row
 
     def _store_decodes(self, step: StepRows, row_R: Index) -> bool:
-        """Store the step that most steps are: one new row each, into own chunks that no other run has touched.
+        """Store the step that most steps are: one row each, next to the last one in an own chunk.
 
-        Returns False, with nothing done, for any other step; the general path then takes a few times as long.
+        Returns False, with nothing written, for any other step. Whatever else touches a request clears its
+        `next_N`; a step of decodes that finds its chunks untouched sets it, see :meth:`_find_next`.
         """
-        table, pool = self._table, self._pool
+        table = self._table
         if self._late or step.runs_R is not None or len(step.ids_TLK) != len(row_R):
             return False
         if not len(row_R) or row_R.min() < 0 or step.counts_R.max() != 1:
             return False
+        if not (table.next_N[row_R] == step.starts_R).all() and not self._find_next(step, row_R):
+            return False
+        rows_R = table.next_row_N[row_R]
+        self._pool.scatter(rows_R, step.ids_TLK, int(Origin.DECODE), step.weight_version)
+        rows_R += 1
+        table.next_row_N[row_R] = rows_R
+        # At the end of its chunk a request has no next row there.
+        table.next_N[row_R] = np.where(rows_R % self.block_size, step.starts_R + 1, NONE)
+        return True
+
+    def _find_next(self, step: StepRows, row_R: Index) -> bool:
+        """Point `next_N` to the rows of a step of decodes; False if one is not plainly free for it."""
+        table = self._table
         block_R, offset_R = np.divmod(step.starts_R, self.block_size)
         if int(block_R.max()) >= table.own_NM.shape[1]:
             return False
@@ -282,9 +299,9 @@ class RequestLedger(Ledger):
         if (foreign_R | (table.shared_NM[where] >= 0)).any():
             return False
         rows_R = own_R.astype(np.int64) * self.block_size + offset_R
-        if pool.present(rows_R).any() or (step.starts_R < table.prompt_N[row_R]).any():
+        if self._pool.present(rows_R).any() or (step.starts_R < table.prompt_N[row_R]).any():
             return False
-        pool.write(rows_R, step.ids_TLK, int(Origin.DECODE), step.weight_version)
+        table.next_N[row_R], table.next_row_N[row_R] = step.starts_R, rows_R
         return True
 
     def _runs(self, step: StepRows, row_R: Index) -> Index:
@@ -411,6 +428,7 @@ class RequestLedger(Ledger):
     def _make_writable(self, request_id: str, row: int, block: int, run: int) -> None:
         """Have an own chunk that may take a row of `run`; copy it first if others hold it."""
         table, pool = self._table, self._pool
+        table.next_N[row] = NONE
         own, home = int(table.own_NM[row, block]), int(table.home_NM[row, block])
         if home == run:
             return

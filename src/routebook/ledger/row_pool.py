@@ -127,19 +127,34 @@ class RowPool:
             origin_T: uint8 `[T]`, or one origin for all.
             weight_version: version of the weights that ran, for all.
         """
-        row = f"V{self.schema.row_nbytes}"
-        target, source = self._ids.view(row), ids_TLK.reshape(len(rows_T), -1).view(row)
         breaks = _breaks(rows_T)
         if (len(breaks) + 1) * _MIN_ROWS_PER_SPAN > len(rows_T):
-            target[rows_T] = source
-            self._origin[rows_T] = origin_T
-            self._version[rows_T] = weight_version
+            self.scatter(rows_T, ids_TLK, origin_T, weight_version)
             return
+        target, source = self._row_views(ids_TLK)
         for first, stop in _spans(rows_T, breaks):
             rows = slice(int(rows_T[first]), int(rows_T[first]) + stop - first)
             target[rows] = source[first:stop]
             self._origin[rows] = origin_T if isinstance(origin_T, int) else origin_T[first:stop]
             self._version[rows] = weight_version
+
+    def scatter(
+        self,
+        rows_T: Index,
+        ids_TLK: RouteIds,
+        origin_T: npt.NDArray[np.uint8] | int,
+        weight_version: int,
+    ) -> None:
+        """As :meth:`write`, for rows that are known to lie apart."""
+        target, source = self._row_views(ids_TLK)
+        target[rows_T] = source
+        self._origin[rows_T] = origin_T
+        self._version[rows_T] = weight_version
+
+    def _row_views(self, ids_TLK: RouteIds) -> tuple[npt.NDArray[np.void], npt.NDArray[np.void]]:
+        """The pool's rows and the given ones, each row one opaque item, so that it is copied as a whole."""
+        row = f"V{self.schema.row_nbytes}"
+        return self._ids.view(row), ids_TLK.reshape(len(ids_TLK), -1).view(row)
 
     def copy_chunk(self, source: int, target: int) -> None:
         """Copy every row of one chunk onto another."""
