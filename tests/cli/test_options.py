@@ -123,10 +123,13 @@ def test_without_flags_nothing_is_set(run, engine):
 
 
 @pytest.mark.parametrize(
-    ("flags", "dtype", "device"),
-    [([], "float32", "auto"), (["--dtype", "float64", "--device", "cpu"], "float64", "cpu")],
+    ("flags", "expected"),
+    [
+        ([], ("tiny", "float32", "auto")),
+        (["--dtype", "bfloat16", "--device", "cpu"], ("tiny", "bfloat16", "cpu")),
+    ],
 )
-def test_the_flags_of_verify_reach_the_verifier(run, record, monkeypatch, flags, dtype, device):
+def test_the_flags_of_verify_reach_the_verifier(run, record, monkeypatch, flags, expected):
     given = []
 
     class Remembering(Verifier):
@@ -136,7 +139,7 @@ def test_the_flags_of_verify_reach_the_verifier(run, record, monkeypatch, flags,
 
     monkeypatch.setattr("routebook.engine.verification.Verifier", Remembering)
     assert run("verify", record, "--model", "tiny", *flags).status in (0, 1)
-    assert given == [("tiny", dtype, device)]
+    assert given == [expected]
 
 
 @pytest.mark.parametrize("command", FLAGS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.cli.records import with_ids, with_meta, without_rows, write
@@ -78,8 +80,6 @@ def test_an_absent_row_is_a_failure(run, samples, tmp_path):
 
 
 def test_a_record_that_starts_late_is_compared_at_its_positions(run, samples, tmp_path):
-    from dataclasses import replace
-
     record = samples[0].record
     late = replace(samples[0], record=record.slice(11, record.stop))
     done = run("verify", write(tmp_path / "late.routes", [late]), "--model", "tiny")
@@ -91,8 +91,6 @@ def test_a_record_that_starts_late_is_compared_at_its_positions(run, samples, tm
 
 
 def test_a_record_without_rows_proves_nothing(run, samples, tmp_path):
-    from dataclasses import replace
-
     record = samples[0].record
     path = write(
         tmp_path / "none.routes",
@@ -110,6 +108,16 @@ def test_samples_of_different_number_formats_need_a_decision(run, samples, tmp_p
     assert done.status == 2
     assert "bfloat16, float32; name one with --dtype" in done.error
     assert run("verify", path, "--model", "tiny", "--dtype", "float32").status == 0
+
+
+def test_a_coarse_number_format_is_named_as_a_possible_cause(run, samples, tmp_path):
+    ids = samples[0].record.ids_TLK[0, 0].tolist()
+    changed = with_ids(samples[0], 0, 0, [(ids[0] + 1) % 16, *ids[1:]])
+    path = write(tmp_path / "coarse.routes", [with_meta(changed, dtype="bfloat16")])
+    *_, note, line = run("verify", path, "--model", "tiny", "--dtype", "float32").out.splitlines()
+    assert note.startswith("note: in bfloat16, ")
+    assert "--dtype float32" in note
+    assert line.startswith("verified: ")
 
 
 def test_the_weights_decide_not_the_name(run, samples, tmp_path):

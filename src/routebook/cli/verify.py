@@ -21,6 +21,7 @@ from routebook.routes import Comparison, RouteSample
 Pairs = Iterator[tuple[RouteSample, Comparison]]
 
 _NOT_FOR_VERIFY = frozenset({"reference"})
+_COARSE = ("bfloat16", "float16")
 _DESCRIPTION = """Run a fresh transformers forward pass over prompt and completion of every sample and compare its
 experts with the recorded ones. The status is 0 when every row is there and equal, else 1."""
 
@@ -36,6 +37,8 @@ class _Totals:
     absent: int = 0
     first_difference: str | None = None
     first_absent: str | None = None
+    coarse_dtype: str | None = None
+    """The number format of a record that differs, if its rounding can explain a difference."""
 
     def add(self, sample: RouteSample, comparison: Comparison) -> None:
         self.rows += comparison.num_rows
@@ -45,6 +48,8 @@ class _Totals:
         self.absent += comparison.absent_rows
         if comparison.different_rows and self.first_difference is None:
             self.first_difference = _describe_difference(sample, comparison)
+            dtype = sample.meta.get("dtype")
+            self.coarse_dtype = dtype if dtype in _COARSE else None
         if comparison.absent_rows and self.first_absent is None:
             self.first_absent = _describe_absent(sample)
 
@@ -54,6 +59,11 @@ class _Totals:
             yield f"first difference: {self.first_difference}"
         if self.first_absent is not None:
             yield f"first absent row: {self.first_absent}"
+        if self.coarse_dtype is not None:
+            yield (
+                f"note: in {self.coarse_dtype}, sums rounded in another order can change a choice;"
+                " generate with --dtype float32 to tell rounding from a wrong row"
+            )
         absent = f", {self.absent} absent" if self.absent else ""
         yield (
             f"verified: {self.rows} rows x {self.layers} layers,"

@@ -106,7 +106,6 @@ class RequestLedger(Ledger):
     def share(self, request_id: str, block_hashes: Sequence[bytes]) -> None:
         """Take leading blocks from the prefix cache; see :meth:`Ledger.share`."""
         row, table, count = self._row(request_id), self._table, len(block_hashes)
-        table.next_N[row] = NONE
         table.reach(count)
         table.hit_blocks_N[row] = count
         found_C = np.array([self._published.get(h, NONE) for h in block_hashes], np.int64)
@@ -428,7 +427,6 @@ class RequestLedger(Ledger):
     def _make_writable(self, request_id: str, row: int, block: int, run: int) -> None:
         """Have an own chunk that may take a row of `run`; copy it first if others hold it."""
         table, pool = self._table, self._pool
-        table.next_N[row] = NONE
         own, home = int(table.own_NM[row, block]), int(table.home_NM[row, block])
         if home == run:
             return

@@ -159,6 +159,32 @@ class RowsConformance(ConformanceCase):
         pair.step((A, 5, 1))
         pair.compare(10)
 
+    def test_decodes_told_twice_keep_the_first(self) -> None:
+        """Whatever kind of step told a position first, and whatever kind tells it again."""
+        pair = self.make_pair(16)
+        pair.begin(A, 3)
+        pair.begin(B, 3)
+        pair.step((A, 0, 3), (B, 0, 3))
+        pair.step((A, 3, 1), (B, 3, 1))
+        pair.step((A, 4, 1), (B, 4, 2))
+        pair.step((A, 4, 1), (B, 4, 1))
+        pair.step((A, 5, 1), (B, 6, 1))
+        pair.step((A, 5, 1), (B, 6, 1))
+        pair.compare(12)
+
+    def test_decodes_of_two_runs_do_not_pass_for_one_block(self) -> None:
+        pair = self.make_pair(4)
+        pair.begin(A, 1)
+        pair.begin(B, 5)
+        pair.step((A, 0, 1))
+        pair.step((A, 1, 1))
+        pair.step((A, 2, 1))
+        pair.release(A, ReleaseReason.PREEMPTED)
+        pair.step((A, 3, 1))
+        pair.publish(A, 0, b"block")
+        pair.share(B, [b"block"])
+        pair.compare(6)
+
 
 def one_row(schema: RouteSchema, request_id: str, ids: list[int]) -> StepRows:
     """A step of one row at position 0."""
