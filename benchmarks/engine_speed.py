@@ -1,14 +1,15 @@
 """Does capture cost anything, and is the engine as fast as transformers' own `generate`?
 
 One run interleaves, round by round: the engine without rows, the engine with rows, `generate`. All decode a batch of
-32 prompts of 32 tokens for 64 tokens, greedily, with the bundled model in float32 on one thread. Ratios are of the
-same round, so that a busy machine slows both sides of a ratio.
+32 prompts of 32 tokens for 64 tokens, greedily, with the bundled model in float32. Ratios are of the same round, so
+that a busy machine slows both sides of a ratio. On the CPU it is CPU time of one thread, on CUDA wall time.
 """
 
 from __future__ import annotations
 
 import argparse
-from time import process_time
+from collections.abc import Callable
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
@@ -25,36 +26,48 @@ BATCH, PROMPT, COMPLETION = 32, 32, 64
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
     path = str(bundled_model_path("tiny"))
-    llm = LLM(path, dtype="float32", prefix_caching=False, max_num_seqs=BATCH)
-    peer = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    device = torch.device(arguments.device)
+    llm = LLM(path, dtype="float32", device=device.type, prefix_caching=False, max_num_seqs=BATCH)
+    peer = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device).eval()
     prompts = torch.randint(
         5, peer.config.vocab_size, (BATCH, PROMPT), generator=torch.Generator().manual_seed(0)
     )
-    ways = {
+    ways: dict[str, Callable[[], None]] = {
         "rows_off": lambda: run_engine(llm, prompts, rows=False),
         "rows_on": lambda: run_engine(llm, prompts, rows=True),
-        "generate": lambda: run_generate(peer, prompts),
+        "generate": lambda: run_generate(peer, prompts.to(device)),
     }
-    seconds = measure(ways, rounds)
+    clock = process_time if device.type == "cpu" else synchronized_time
+    seconds = measure(ways, arguments.rounds, clock)
     result = describe_run(("torch", "transformers", "numpy")) | summary(seconds)
+    result["device"] = device.type if device.type == "cpu" else torch.cuda.get_device_name()
     print(result["says"])
-    print(f"wrote {write_result('engine_speed', result)}")
+    print(f"wrote {write_result(f'engine_speed_{device.type}', result)}")
 
 
-def measure(ways: dict[str, Any], rounds: int) -> dict[str, list[float]]:
-    """CPU seconds of every way in every round; the order turns, and one round warms up."""
+def measure(
+    ways: dict[str, Callable[[], None]], rounds: int, clock: Callable[[], float]
+) -> dict[str, list[float]]:
+    """Seconds of every way in every round; the order turns, and one round warms up."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     names = list(ways)
     for index in range(rounds + 1):
         for name in names[index % len(names) :] + names[: index % len(names)]:
-            start = process_time()
+            start = clock()
             ways[name]()
             if index:
-                seconds[name].append(process_time() - start)
+                seconds[name].append(clock() - start)
     return seconds
+
+
+def synchronized_time() -> float:
+    """Wall time once the device has done what it was given."""
+    torch.cuda.synchronize()
+    return perf_counter()
 
 
 def run_engine(llm: LLM, prompts: torch.Tensor, *, rows: bool) -> None:
@@ -81,14 +94,12 @@ def summary(seconds: dict[str, list[float]]) -> dict[str, Any]:
     """Ratios with their spread."""
     pairs = list(zip(seconds["rows_on"], seconds["rows_off"], strict=True))
     cost = spread([on / off - 1 for on, off in pairs])
-    peer = spread(
-        [g / on for g, on in zip(seconds["generate"], seconds["rows_on"], strict=True)]
-    )
+    peer = spread([g / on for g, on in zip(seconds["generate"], seconds["rows_on"], strict=True)])
     return {
         "batch": BATCH,
         "prompt_tokens": PROMPT,
         "completion_tokens": COMPLETION,
-        "cpu_seconds": {name: spread(values) for name, values in seconds.items()},
+        "seconds": {name: spread(values) for name, values in seconds.items()},
         "capture_cost": cost,
         "speed_over_generate": peer,
         "says": (

@@ -38,6 +38,7 @@ class CaptureBuffer:
                 dtype=torch.int32,
                 device=device,
             )
+        self._columns_MK = self._ids_MLK.unbind(1)
         self._dtype = torch.uint8 if schema.dtype.itemsize == 1 else torch.int16
         self._num_tokens: int | None = None
         self._captured = [False] * schema.num_layers
@@ -84,7 +85,7 @@ class CaptureBuffer:
             )
         if self._captured[layer_index]:
             raise CaptureError(f"layer {layer} captured twice in a forward of {num_tokens} tokens")
-        self._ids_MLK[:num_tokens, layer_index].copy_(topk_ids)
+        self._columns_MK[layer_index][:num_tokens].copy_(topk_ids)
         self._captured[layer_index] = True
 
     def snapshot(self) -> RoutedExpertsTensors:
