@@ -16,12 +16,9 @@ FOLDER = Path(__file__).parent / "results"
 
 def describe_run(packages: tuple[str, ...]) -> dict[str, Any]:
     """Machine, versions, commit and day."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True
-    )
     return {
         "date": date.today().isoformat(),
-        "commit": commit.stdout.strip(),
+        "commit": _commit(),
         "cpu": _cpu(),
         "python": platform.python_version(),
         "packages": {name: version(name) for name in packages},
@@ -39,6 +36,13 @@ def write_result(name: str, result: dict[str, Any]) -> Path:
 def spread(samples: list[float]) -> dict[str, float]:
     """Median, least and greatest."""
     return {"median": median(samples), "min": min(samples), "max": max(samples)}
+
+
+def _commit() -> str:
+    """The commit that was measured; a copy without its history has none."""
+    command = ["git", "describe", "--always", "--dirty"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    return result.stdout.strip() or "unknown"
 
 
 def _cpu() -> str:

@@ -68,6 +68,7 @@ def generate(
     """Complete a few prompts."""
     llm = LLM(
         family.build(dtype),
+        device="cpu",
         reference=reference,
         block_size=4,
         num_blocks=40,

@@ -23,6 +23,7 @@ def make_llm(block_size: int, budget: int, *, reference: bool) -> LLM:
     return LLM(
         MODEL.build(),
         dtype="float32",
+        device="cpu",
         reference=reference,
         block_size=block_size,
         num_blocks=CAPACITY // block_size,

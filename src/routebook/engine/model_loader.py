@@ -62,7 +62,8 @@ def load_model(model: str | Any, tokenizer: Any | None, config: ModelConfig) -> 
     elif config.dtype != "auto":
         model = model.to(_DTYPES[config.dtype])
     _check_decoder(model)
-    model = model.to(pick_device(config.device)).eval()
+    # The reference mode is one of the CPU, also where there is a GPU.
+    model = model.to(pick_device("cpu" if config.reference else config.device)).eval()
     model.set_attn_implementation(ATTENTION_NAME)
     _set_experts(model, config)
     text_config = model.config.get_text_config(decoder=True)
