@@ -51,6 +51,13 @@ def test_a_hub_out_of_reach_gets_one_line(tmp_path):
     assert line.startswith("routebook: error: no model 'some/model'")
 
 
+def test_a_long_prompt_gets_one_line(tmp_path):
+    done = run(*ROUTEBOOK, "generate", "tiny", "--prompt", "1+1=2 " * 400, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("routebook: error: prompt 0: the prompt has 2400 tokens")
+
+
 def test_an_interrupt_leaves_the_older_record(tmp_path):
     out = tmp_path / "x.routes"
     out.write_bytes(b"older")

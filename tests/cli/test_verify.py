@@ -79,6 +79,14 @@ def test_an_absent_row_is_a_failure(run, samples, tmp_path):
     ]
 
 
+def test_an_absent_row_of_a_late_start_is_named_by_its_position(run, samples, tmp_path):
+    record = samples[0].record
+    late = replace(samples[0], record=record.slice(11, record.stop))
+    path = write(tmp_path / "late.routes", [without_rows(late, [record.stop - 1])])
+    first, _ = run("verify", path, "--model", "tiny").out.splitlines()
+    assert first == f"first absent row: request 0.0, position {record.stop - 1} (completion)"
+
+
 def test_a_record_that_starts_late_is_compared_at_its_positions(run, samples, tmp_path):
     record = samples[0].record
     late = replace(samples[0], record=record.slice(11, record.stop))

@@ -9,6 +9,7 @@ ledger.
 from __future__ import annotations
 
 import random
+from collections import deque
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -138,7 +139,13 @@ class TaggedSystem:
     """Scheduler, KV cache and ledger as in the engine, over the fake worker."""
 
     def __init__(
-        self, *, num_blocks: int, block_size: int, budget: int, max_num_seqs: int = 8
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        budget: int,
+        max_num_seqs: int = 8,
+        steps_in_flight: int = 1,
     ) -> None:
         self.ledger = RequestLedger(SCHEMA, block_size)
         cache = KVCacheManager(BlockPool(num_blocks), block_size, self.ledger, prefix_caching=True)
@@ -146,10 +153,12 @@ class TaggedSystem:
             SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget),
             cache,
             self.ledger,
-            max_model_len=num_blocks * block_size,
             eos_token_ids=frozenset({0}),
         )
         self.runner = TaggedRunner(num_blocks * block_size, block_size, random.Random(0))
+        self.limit = num_blocks * block_size
+        self.steps_in_flight = steps_in_flight
+        self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.num_requests = 0
         self.rows_compared = 0
         self.rows_from_cache = 0
@@ -175,16 +184,27 @@ class TaggedSystem:
             num_prompt_tokens=len(prompt),
             params=params,
             seed=0,
+            max_num_tokens=min(self.limit, len(prompt) + max_tokens),
         )
         self.num_requests += 1
         self.scheduler.add(request)
         return request
 
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self.in_flight)
+
     def step(self) -> list[Request]:
-        """Run one step and check every request that ended in it."""
-        plan = self.scheduler.schedule()
-        output = self.runner.execute(plan)
-        updated = self.scheduler.update_from_output(plan, output)
+        """Plan ahead, take the oldest step's results, and check every request that ended in it.
+
+        A step runs when it is planned, as on a worker that is faster than the scheduler.
+        """
+        while len(self.in_flight) < self.steps_in_flight:
+            plan = self.scheduler.schedule()
+            if plan is None:
+                break
+            self.in_flight.append((plan, self.runner.execute(plan)))
+        updated = self.scheduler.update_from_output(*self.in_flight.popleft())
         ended = [r for r in updated if r.status is RequestStatus.FINISHED]
         for request in ended:
             self.close(request)
@@ -195,7 +215,7 @@ class TaggedSystem:
         self.close(request)
 
     def run(self) -> None:
-        while self.scheduler.has_work:
+        while self.has_work:
             self.step()
 
     def close(self, request: Request) -> RoutedExperts | None:
@@ -213,6 +233,8 @@ class TaggedSystem:
         }
         for position in range(record.start, record.stop):
             seen = self.runner.expected.get((request.request_id, position))
+            if seen is not None and seen[0][2] >= self.runner.forward - len(self.in_flight):
+                seen = None  # computed by a step whose results are still under way
             assert bool(record.valid_T[position - record.start]) == (seen is not None)
             if seen is None:
                 continue

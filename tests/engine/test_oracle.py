@@ -19,7 +19,7 @@ CAPACITY = 112
 """Tokens of the KV pool: room for about three of the requests at their longest."""
 
 
-def make_llm(block_size: int, budget: int, *, reference: bool) -> LLM:
+def make_llm(block_size: int, budget: int, *, reference: bool, steps_in_flight: int = 1) -> LLM:
     return LLM(
         MODEL.build(),
         dtype="float32",
@@ -29,6 +29,7 @@ def make_llm(block_size: int, budget: int, *, reference: bool) -> LLM:
         num_blocks=CAPACITY // block_size,
         max_num_batched_tokens=budget,
         max_model_len=64,
+        max_steps_in_flight=steps_in_flight,
     )
 
 
@@ -76,6 +77,15 @@ def test_every_row_is_the_earliest_that_was_computed(
     assert (llm.engine.scheduler.num_preemptions > 0) == (budget > 1)
 
 
+@pytest.mark.parametrize("steps_in_flight", [2, 3])
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_steps_in_flight_change_no_row(block_size: int, steps_in_flight: int) -> None:
+    llm = make_llm(block_size, 24, reference=False, steps_in_flight=steps_in_flight)
+    outputs, recorder = run(llm)
+    assert sum(check(output, recorder, outputs) for output in outputs) > 200
+    assert llm.engine.scheduler.num_preemptions > 0
+
+
 def check(output: RequestOutput, recorder: ForwardRecorder, others: list[RequestOutput]) -> int:
     """Compare one completion; returns the number of rows."""
     choice = output.choices[0]
@@ -114,8 +124,10 @@ def computed_by_others(
     return rows
 
 
-@pytest.mark.parametrize("budget", [7, 64])
-def test_the_reference_mode_is_blind_to_batch_chunks_and_preemption(budget: int) -> None:
+@pytest.mark.parametrize(("budget", "steps_in_flight"), [(7, 1), (64, 1), (64, 3)])
+def test_the_reference_mode_is_blind_to_batch_chunks_and_preemption(
+    budget: int, steps_in_flight: int
+) -> None:
     def results(llm: LLM) -> list[tuple[object, ...]]:
         outputs, _ = run(llm)
         outputs.sort(key=lambda output: int(output.request_id))
@@ -127,7 +139,7 @@ def test_the_reference_mode_is_blind_to_batch_chunks_and_preemption(budget: int)
             for o in outputs
         ]
 
-    crowded = make_llm(4, budget, reference=True)
+    crowded = make_llm(4, budget, reference=True, steps_in_flight=steps_in_flight)
     alone = LLM(
         MODEL.build(), dtype="float32", reference=True, prefix_caching=False, max_num_seqs=1
     )

@@ -11,10 +11,18 @@ from routebook.engine.request import FinishReason
 from tests.engine.tagged import VOCAB, TaggedSystem
 
 
+@pytest.mark.parametrize("steps_in_flight", [1, 2, 3])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("budget", [1, 7, 64])
-def test_shared_prefixes_chunks_and_starvation(block_size: int, budget: int) -> None:
-    system = TaggedSystem(num_blocks=80 // block_size, block_size=block_size, budget=budget)
+def test_shared_prefixes_chunks_and_starvation(
+    budget: int, block_size: int, steps_in_flight: int
+) -> None:
+    system = TaggedSystem(
+        num_blocks=80 // block_size,
+        block_size=block_size,
+        budget=budget,
+        steps_in_flight=steps_in_flight,
+    )
     prefix = [1 + i % (VOCAB - 1) for i in range(33)]
     for n in range(12):
         system.add(prefix[: 20 + n] + [n + 1] * (n % 3), max_tokens=5 + 3 * n, ignore_eos=True)
@@ -32,6 +40,7 @@ def test_requests_of_one_step_share_the_prefix_that_the_step_computes() -> None:
     prompt = [3, 1, 4, 1, 5, 9, 2, 6, 5]
     first, second = (system.add(prompt, max_tokens=2) for _ in range(2))
     plan = system.scheduler.schedule()
+    assert plan is not None
     assert plan.num_scheduled_tokens == {first.request_id: 9, second.request_id: 1}
     system.runner.execute(plan)
 
@@ -54,12 +63,15 @@ def test_rows_of_a_cached_block_follow_its_owner_not_the_block() -> None:
 def test_a_request_without_rows_costs_no_capture_and_gives_none_away() -> None:
     system = TaggedSystem(num_blocks=32, block_size=4, budget=64)
     system.add([1] * 9, max_tokens=4, rows=False)
-    assert not system.scheduler.schedule().capture
+    plan = system.scheduler.schedule()
+    assert plan is not None
+    assert not plan.capture
     system = TaggedSystem(num_blocks=32, block_size=4, budget=64)
     system.add([1] * 9, max_tokens=4, rows=False)
     system.run()
     wanting = system.add([1] * 9, max_tokens=4)
     plan = system.scheduler.schedule()
+    assert plan is not None
     # The cached blocks have no rows, so they are computed again rather than handed out without.
     assert plan.capture
     assert plan.num_scheduled_tokens == {wanting.request_id: 9}
@@ -67,7 +79,9 @@ def test_a_request_without_rows_costs_no_capture_and_gives_none_away() -> None:
     system.run()
     assert system.rows_compared == 12
     sharer = system.add([1] * 9, max_tokens=1)
-    assert system.scheduler.schedule().num_scheduled_tokens == {sharer.request_id: 1}
+    plan = system.scheduler.schedule()
+    assert plan is not None
+    assert plan.num_scheduled_tokens == {sharer.request_id: 1}
 
 
 def test_absent_rows_are_marked_not_invented() -> None:
@@ -88,10 +102,16 @@ class TaggedMachine(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 4, 16]),
         budget=st.sampled_from([1, 7, 64]),
         blocks=st.integers(2, 12),
+        steps_in_flight=st.integers(1, 3),
     )
-    def start(self, block_size: int, budget: int, blocks: int) -> None:
+    def start(self, block_size: int, budget: int, blocks: int, steps_in_flight: int) -> None:
         num_blocks = blocks * 16 // block_size
-        self.system = TaggedSystem(num_blocks=num_blocks, block_size=block_size, budget=budget)
+        self.system = TaggedSystem(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            budget=budget,
+            steps_in_flight=steps_in_flight,
+        )
         self.limit = num_blocks * block_size
 
     @rule(
@@ -106,11 +126,11 @@ class TaggedMachine(RuleBasedStateMachine):
         start = len(prompt) // 2 if kind == 2 else 0
         self.system.add(prompt, max_tokens=max_tokens, rows=rows, start=start)
 
-    @precondition(lambda self: self.system.scheduler.has_work)
+    @precondition(lambda self: self.system.has_work)
     @rule(times=st.integers(1, 8))
     def step(self, times: int) -> None:
         for _ in range(times):
-            if self.system.scheduler.has_work:
+            if self.system.has_work:
                 self.system.step()
 
     @precondition(lambda self: self.system.scheduler.requests)

@@ -66,11 +66,16 @@ class SchedulerConfig:
         "tokens of prompt and completion at most; unset takes the model's own limit",
         default=None,
     )
+    max_steps_in_flight: int = option(
+        "steps planned ahead of their results; 1 waits for each step before the next is planned",
+        default=1,
+    )
     base_seed: int = option("seed from which requests without one of their own draw", default=0)
 
     def __post_init__(self) -> None:
         check_at_least("max_num_seqs", self.max_num_seqs, 1)
         check_at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        check_at_least("max_steps_in_flight", self.max_steps_in_flight, 1)
         if self.max_model_len is not None:
             check_at_least("max_model_len", self.max_model_len, 2)
 

@@ -6,12 +6,15 @@ It owns one scheduler and one worker and moves data between them; each of them c
 from __future__ import annotations
 
 import random
+from collections import deque
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 from routebook.engine.block_pool import BlockPool
 from routebook.engine.config import EngineConfig
 from routebook.engine.detokenizer import Detokenizer
+from routebook.engine.executor import InlineExecutor, ThreadExecutor
 from routebook.engine.kv_cache_manager import KVCacheManager
 from routebook.engine.model_loader import LoadedModel, load_model
 from routebook.engine.model_runner import ModelRunner
@@ -20,6 +23,7 @@ from routebook.engine.record_builder import build_record
 from routebook.engine.request import FinishReason, Request, RequestStatus
 from routebook.engine.sampling_params import SamplingParams
 from routebook.engine.scheduler import Scheduler
+from routebook.engine.step import ModelRunnerOutput, SchedulerOutput
 from routebook.errors import ConfigError, IntegrityError, RequestError
 from routebook.ledger import RequestLedger
 from routebook.routes import RouteSchema
@@ -71,14 +75,17 @@ class Engine:
         self.schema: RouteSchema = self.runner.capturer.schema
         self.max_model_len = self._allocate()
         self.scheduler = self._make_scheduler()
+        ahead = config.scheduler.max_steps_in_flight
+        self._executor = ThreadExecutor(self.runner) if ahead > 1 else InlineExecutor(self.runner)
+        self._in_flight: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()
         self._random = random.Random(config.scheduler.base_seed)
         self._children: dict[str, _Child] = {}
         self._num_requests = 0
 
     @property
     def has_work(self) -> bool:
-        """Whether a request waits or runs."""
-        return self.scheduler.has_work
+        """Whether a request waits or runs, or a step is under way."""
+        return self.scheduler.has_work or bool(self._in_flight)
 
     def tokenize(self, prompt: str) -> list[int]:
         """Token ids of a text, as the model's tokenizer makes them.
@@ -137,12 +144,14 @@ class Engine:
         return request_id
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; return the prompts all of whose completions have ended with it."""
-        plan = self.scheduler.schedule()
-        assert plan.num_scheduled_tokens, "work waits, but nothing could be planned"
-        output = self.runner.execute(plan)
+        """Plan ahead as far as allowed, and take the results of the oldest step under way.
+
+        Returns the prompts all of whose completions have ended with it.
+        """
+        self._plan_ahead()
+        plan, future = self._in_flight.popleft()
         finished = []
-        for request in self.scheduler.update_from_output(plan, output):
+        for request in self.scheduler.update_from_output(plan, future.result()):
             self._detokenize(request)
             if request.status is RequestStatus.FINISHED:
                 finished += self._close(request)
@@ -179,6 +188,19 @@ class Engine:
         if not self.has_work:
             self.runner.check_idle()
 
+    def shutdown(self) -> None:
+        """Stop the worker. Open requests get no answer; abort them first if they should."""
+        self._executor.shutdown()
+        self._in_flight.clear()
+
+    def _plan_ahead(self) -> None:
+        while len(self._in_flight) < self.config.scheduler.max_steps_in_flight:
+            plan = self.scheduler.schedule()
+            if plan is None:
+                break
+            self._in_flight.append((plan, self._executor.submit(plan)))
+        assert self._in_flight, "work waits, but nothing could be planned"
+
     def _drop_when_idle(self) -> None:
         """Finished requests are told to the worker with the next step, unless there is none."""
         if not self.has_work:
@@ -214,7 +236,6 @@ class Engine:
             self.config.scheduler,
             manager,
             ledger,
-            max_model_len=self.max_model_len,
             eos_token_ids=self.loaded.eos_token_ids,
         )
 
@@ -230,6 +251,9 @@ class Engine:
                 num_prompt_tokens=len(group.prompt_token_ids),
                 params=group.params,
                 seed=seed % 2**63,
+                max_num_tokens=min(
+                    self.max_model_len, len(group.prompt_token_ids) + group.params.max_tokens
+                ),
             )
         )
 

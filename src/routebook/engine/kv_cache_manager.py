@@ -30,7 +30,6 @@ class KVCacheManager:
         self.block_size = block_size
         self._ledger = ledger
         self._prefix_caching = prefix_caching
-        self._published_now: list[bytes] = []
 
     def admit(self, request: Request, budget: int) -> int:
         """Give a waiting request its shared blocks and blocks for up to `budget` further tokens.
@@ -67,21 +66,19 @@ class KVCacheManager:
         request.num_named_blocks = 0
         request.num_computed_tokens = 0
 
-    def name_full_blocks(self, request: Request, num_tokens: int) -> None:
-        """Offer the blocks that the planned step fills up to `num_tokens` to the prefix cache and the ledger."""
+    def name_full_blocks(self, request: Request) -> None:
+        """Offer the blocks that are full, once the planned steps have run, to the prefix cache and the ledger.
+
+        A block whose last token is still under way has no hash yet; it is offered when the token is known.
+        """
         if not self._prefix_caching:
             return
-        full = num_tokens // self.block_size
+        num_tokens = min(request.num_computed_tokens, request.num_tokens)
         extend_block_hashes(request.block_hashes, request.token_ids[:num_tokens], self.block_size)
+        full = num_tokens // self.block_size
         for index in range(request.num_named_blocks, full):
             self._name_block(request, index)
         request.num_named_blocks = max(request.num_named_blocks, full)
-
-    def end_planning(self, capture: bool) -> None:
-        """The step is planned. Without capture its rows will never come, so what it published is withdrawn."""
-        if not capture and self._published_now:
-            self._ledger.withdraw(self._published_now)
-        self._published_now = []
 
     def reset_prefix_cache(self) -> None:
         """Forget every shared prefix; running requests go on."""
@@ -111,7 +108,6 @@ class KVCacheManager:
         if has_rows and not self._ledger.available([block_hash]):
             self.pool.rename(block_id, block_hash)
             self._ledger.publish(request.request_id, index, block_hash)
-            self._published_now.append(block_hash)
         else:
             self.pool.name(block_id, block_hash)
 

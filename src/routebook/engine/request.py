@@ -35,10 +35,16 @@ class Request:
     num_prompt_tokens: int
     params: SamplingParams
     seed: int
+    max_num_tokens: int
+    """Prompt and completion at most: by `max_tokens`, or by the model."""
 
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
     """Tokens whose keys and values lie in the request's blocks, those of a step under way included."""
+    num_placeholders: int = 0
+    """Tokens that steps under way will sample: the worker will know them before the scheduler does."""
+    num_preemptions: int = 0
+    """How often it lost its blocks, which is the number of its current run."""
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     num_named_blocks: int = 0
@@ -54,6 +60,16 @@ class Request:
     def num_tokens(self) -> int:
         """Known tokens."""
         return len(self.token_ids)
+
+    @property
+    def num_unscheduled_tokens(self) -> int:
+        """Tokens that the next step could compute, sampled ones included that are still under way.
+
+        None while a token is under way that will end the completion by its length.
+        """
+        if self.num_placeholders and self.num_tokens + self.num_placeholders >= self.max_num_tokens:
+            return 0
+        return self.num_tokens + self.num_placeholders - self.num_computed_tokens
 
     @property
     def num_output_tokens(self) -> int:

@@ -3,6 +3,9 @@
 A step maps requests to numbers of tokens; prompt chunks and decodes mix freely. Running requests come first, in
 order of arrival; when blocks run out, the youngest running request is preempted and recomputed later. Then waiting
 requests are admitted as long as budget, places and blocks last.
+
+Steps may be planned before the results of earlier ones are known. A token that a step under way will sample is then
+a placeholder: the scheduler plans the step that will take it as input, and the worker, who samples it, fills it in.
 """
 
 from __future__ import annotations
@@ -25,15 +28,23 @@ class _Plan:
     """The step being planned."""
 
     budget: int
+    capture: bool
     counts: dict[str, int] = field(default_factory=dict)
     starts: dict[str, int] = field(default_factory=dict)
+    runs: dict[str, int] = field(default_factory=dict)
     new_requests: list[NewRequestData] = field(default_factory=list)
     new_block_ids: dict[str, list[int]] = field(default_factory=dict)
 
     def add(self, request: Request, num_tokens: int) -> None:
+        """Compute the next `num_tokens` tokens of a request; after the last one known a new one is sampled."""
         self.counts[request.request_id] = num_tokens
         self.starts[request.request_id] = request.num_computed_tokens
+        self.runs[request.request_id] = request.num_preemptions
         request.num_computed_tokens += num_tokens
+        if request.num_computed_tokens == request.num_tokens + request.num_placeholders:
+            request.num_placeholders += 1
+        if not self.capture:
+            request.rows_from = request.num_computed_tokens
         self.budget -= num_tokens
 
 
@@ -46,17 +57,16 @@ class Scheduler:
         cache: KVCacheManager,
         ledger: Ledger,
         *,
-        max_model_len: int,
         eos_token_ids: frozenset[int],
     ) -> None:
         self.config = config
         self.cache = cache
         self.ledger = ledger
-        self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
         self.requests: dict[str, Request] = {}
         self.weight_version = 0
         self.num_preemptions = 0
+        self._num_wanting_rows = 0
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._dropped: list[str] = []
@@ -71,15 +81,19 @@ class Scheduler:
         self.ledger.begin(request.request_id, request.num_prompt_tokens)
         self.requests[request.request_id] = request
         self._waiting.append(request)
+        self._num_wanting_rows += request.params.routed_experts
 
-    def schedule(self) -> SchedulerOutput:
-        """Plan the next step and take the blocks that it needs."""
-        plan = _Plan(self.config.max_num_batched_tokens)
+    def schedule(self) -> SchedulerOutput | None:
+        """Plan the next step and take the blocks that it needs; None when nothing can run now.
+
+        The step is captured if any living request wants rows, so that prefixes computed meanwhile have theirs.
+        """
+        plan = _Plan(self.config.max_num_batched_tokens, capture=self._num_wanting_rows > 0)
         num_preemptions = self.num_preemptions
         self._plan_running(plan)
         if self.num_preemptions == num_preemptions:
             self._plan_waiting(plan)
-        return self._close_plan(plan)
+        return self._close_plan(plan) if plan.counts else None
 
     def update_from_output(self, step: SchedulerOutput, output: ModelRunnerOutput) -> list[Request]:
         """Take over the results of a step; return the requests that got a token.
@@ -93,7 +107,8 @@ class Scheduler:
                     starts_R=output.starts_R,
                     counts_R=output.counts_R,
                     ids_TLK=output.side.routed_experts.ids_TLK,
-                    weight_version=self.weight_version,
+                    weight_version=step.weight_version,
+                    runs_R=np.array([step.runs[r] for r in output.request_ids], np.int64),
                 )
             )
         else:
@@ -101,7 +116,7 @@ class Scheduler:
         updated = []
         for request_id, token_id in output.sampled_token_ids.items():
             request = self.requests.get(request_id)
-            if request is None:
+            if request is None or request.status is RequestStatus.FINISHED:
                 continue
             self._append_token(request, token_id, output)
             updated.append(request)
@@ -119,6 +134,7 @@ class Scheduler:
         else:
             self._waiting.remove(request)
         request.status = RequestStatus.FINISHED
+        self._num_wanting_rows -= request.params.routed_experts
         self.cache.free(request)
 
     def take_dropped(self) -> list[str]:
@@ -153,14 +169,17 @@ class Scheduler:
         index = 0
         while index < len(self._running) and plan.budget > 0:
             request = self._running[index]
-            num_tokens = min(request.num_tokens - request.num_computed_tokens, plan.budget)
+            num_tokens = min(request.num_unscheduled_tokens, plan.budget)
+            if num_tokens == 0:
+                index += 1
+                continue
             new_block_ids = self._grow(request, request.num_computed_tokens + num_tokens)
             if new_block_ids is None:
                 break
             if new_block_ids:
                 plan.new_block_ids[request.request_id] = new_block_ids
             plan.add(request, num_tokens)
-            self.cache.name_full_blocks(request, request.num_computed_tokens)
+            self.cache.name_full_blocks(request)
             index += 1
 
     def _grow(self, request: Request, num_tokens: int) -> list[int] | None:
@@ -173,11 +192,15 @@ class Scheduler:
         return new_block_ids
 
     def _preempt(self, request: Request) -> None:
-        """Take the blocks of the youngest request. It was not planned in this step: planning goes oldest first."""
+        """Take the blocks of the youngest request. It was not planned in this step: planning goes oldest first.
+
+        Steps under way still run it, in its old blocks; their tokens and rows are taken over when they arrive.
+        """
         self._running.pop()
         self.ledger.release(request.request_id, ReleaseReason.PREEMPTED)
         self.cache.free(request)
         request.status = RequestStatus.PREEMPTED
+        request.num_preemptions += 1
         self._waiting.appendleft(request)
         self._dropped.append(request.request_id)
         self.num_preemptions += 1
@@ -186,6 +209,9 @@ class Scheduler:
         """Admit waiting requests in order of arrival, preempted ones first."""
         while self._waiting and plan.budget > 0 and len(self._running) < self.config.max_num_seqs:
             request = self._waiting[0]
+            if request.num_placeholders:
+                # Preempted with tokens under way: it can be given back to the worker once they are known.
+                break
             num_tokens = self.cache.admit(request, plan.budget)
             if num_tokens == 0:
                 break
@@ -194,36 +220,34 @@ class Scheduler:
             request.status = RequestStatus.RUNNING
             plan.new_requests.append(_new_request_data(request))
             plan.add(request, num_tokens)
-            self.cache.name_full_blocks(request, request.num_computed_tokens)
+            self.cache.name_full_blocks(request)
 
     def _close_plan(self, plan: _Plan) -> SchedulerOutput:
-        planned = [self.requests[request_id] for request_id in plan.counts]
-        capture = any(request.params.routed_experts for request in planned)
-        if not capture:
-            for request in planned:
-                request.rows_from = request.num_computed_tokens
-        self.cache.end_planning(capture)
         return SchedulerOutput(
             num_scheduled_tokens=plan.counts,
             num_computed_tokens=plan.starts,
+            runs=plan.runs,
+            weight_version=self.weight_version,
             new_requests=plan.new_requests,
             new_block_ids=plan.new_block_ids,
             dropped_request_ids=self.take_dropped(),
-            capture=capture,
+            capture=plan.capture,
         )
 
     def _append_token(self, request: Request, token_id: int, output: ModelRunnerOutput) -> None:
         """Commit one sampled token and see whether it ends the completion."""
         request.token_ids.append(token_id)
+        request.num_placeholders -= 1
         if request.request_id in output.logprobs:
             request.logprobs.append(output.logprobs[request.request_id])
+        if request.status is RequestStatus.RUNNING:
+            self.cache.name_full_blocks(request)
         params = request.params
-        full = request.num_tokens >= self.max_model_len
         if token_id in self.eos_token_ids and not params.ignore_eos:
             self.finish(request, FinishReason.STOP)
         elif token_id in params.stop_token_ids:
             self.finish(request, FinishReason.STOP, token_id)
-        elif full or request.num_output_tokens >= params.max_tokens:
+        elif request.num_tokens >= request.max_num_tokens:
             self.finish(request, FinishReason.LENGTH)
 
 

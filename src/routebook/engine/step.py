@@ -38,6 +38,10 @@ class SchedulerOutput:
     """Request -> number of its tokens in this step; at least one each."""
     num_computed_tokens: dict[str, int]
     """Request -> position of its first token in this step."""
+    runs: dict[str, int]
+    """Request -> how often it had been preempted when the step was planned."""
+    weight_version: int = 0
+    """Version of the weights that run the step."""
     new_requests: list[NewRequestData] = field(default_factory=list)
     new_block_ids: dict[str, list[int]] = field(default_factory=dict)
     """Blocks appended to requests that the worker holds."""

@@ -6,9 +6,9 @@ its token at position `t` was the input of a forward pass.
 
 Order of calls in one step::
 
-    schedule:            begin / share / publish / withdraw      (the plan of the step)
-    update_from_output:  store_batch(step)                       (before anything else of it is looked at)
-                         read / release                          (answers)
+    schedule:            begin / share / assign / publish / withdraw      (the plan of the step)
+    update_from_output:  store_batch(step)                                (before anything else of it is looked at)
+                         read / release                                   (answers; release before the KV blocks go)
 
 Steps are stored in the order in which they were scheduled. With asynchronous scheduling the plan of a later step may
 come before the `store_batch` of an earlier one. The run of a request is the number of times it was preempted: run 0
@@ -168,6 +168,21 @@ class Ledger(ABC):
 
         Raises:
             LedgerError: no such request.
+        """
+
+    @abstractmethod
+    def assign(self, request_id: str, block_ids: Sequence[int]) -> None:
+        """These KV blocks now make up the next part of the request's block table, for its current run.
+
+        Called when the scheduler plans, after `share`: first the blocks of `share`, in their order, then blocks
+        that the KV pool has just handed out to this request alone, in order of position. Each is assigned before
+        it is published and before the step that computes it is stored. With `release` the request gives all of
+        them up, and the pool may hand them to others while steps of the old owner are still on the way.
+
+        Raises:
+            LedgerError: no such request. A ledger that keeps its rows by KV block also refuses a block that the
+                pool does not have, one that occurs twice, one that is not the block published under the hash by
+                which it was shared, and, in `publish` and `store_batch`, a block that was never assigned.
         """
 
     @abstractmethod

@@ -37,7 +37,8 @@ from routebook.ledger.base import (
 )
 from routebook.ledger.chunk_table import DECLINED, MIXED, NONE, ChunkTable, Table
 from routebook.ledger.late_chunks import LateChunks
-from routebook.ledger.row_pool import Index, RowPool
+from routebook.ledger.row_pool import RowPool
+from routebook.ledger.spans import Index
 from routebook.ledger.step_segments import StepSegments
 from routebook.routes.provenance import Origin
 from routebook.routes.schema import RouteSchema
@@ -116,6 +117,10 @@ class RequestLedger(Ledger):
         shared_C[take_C] = found_C[take_C]
         table.shared_run_NM[row, :count][take_C] = table.run_N[row]
         self._pool.retain(found_C[take_C])
+
+    def assign(self, request_id: str, block_ids: Sequence[int]) -> None:
+        """Nothing to do: rows do not depend on KV blocks; see :meth:`Ledger.assign`."""
+        self._row(request_id)
 
     def publish(self, request_id: str, block_index: int, block_hash: bytes) -> None:
         """Name the rows of a full block; see :meth:`Ledger.publish`."""

@@ -6,7 +6,6 @@ Legend of shape suffixes: T = rows given or asked, C = chunks, B = block_size, L
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -14,14 +13,9 @@ import numpy.typing as npt
 from routebook.errors import IntegrityError
 from routebook.ledger.base import RouteIds
 from routebook.ledger.free_extents import FreeExtents
+from routebook.ledger.spans import MIN_ROWS_PER_SPAN, Index, breaks, spans
 from routebook.routes.provenance import Origin
 from routebook.routes.schema import RouteSchema
-
-Index = npt.NDArray[np.int64]
-
-# A span of adjacent rows is copied by itself when spans are at least this long on average; below, one indexed
-# copy of all rows costs less than the calls.
-_MIN_ROWS_PER_SPAN = 32
 
 
 class RowPool:
@@ -97,7 +91,7 @@ class RowPool:
         np.subtract.at(self.refs_C, chunks_C, 1)
         assert not (self.refs_C[chunks_C] < 0).any(), "a chunk was released more often than held"
         freed = np.unique(chunks_C[self.refs_C[chunks_C] == 0])
-        for first, stop in _spans(freed, _breaks(freed)):
+        for first, stop in spans(freed, breaks(freed)):
             self.free.add(int(freed[first]), stop - first)
         return freed
 
@@ -127,12 +121,12 @@ class RowPool:
             origin_T: uint8 `[T]`, or one origin for all.
             weight_version: version of the weights that ran, for all.
         """
-        breaks = _breaks(rows_T)
-        if (len(breaks) + 1) * _MIN_ROWS_PER_SPAN > len(rows_T):
+        edges = breaks(rows_T)
+        if (len(edges) + 1) * MIN_ROWS_PER_SPAN > len(rows_T):
             self.scatter(rows_T, ids_TLK, origin_T, weight_version)
             return
         target, source = self._row_views(ids_TLK)
-        for first, stop in _spans(rows_T, breaks):
+        for first, stop in spans(rows_T, edges):
             rows = slice(int(rows_T[first]), int(rows_T[first]) + stop - first)
             target[rows] = source[first:stop]
             self._origin[rows] = origin_T if isinstance(origin_T, int) else origin_T[first:stop]
@@ -174,9 +168,9 @@ class RowPool:
         size, count = self.block_size, len(chunks_C)
         ids: RouteIds = np.empty((count * size, self._ids.shape[1]), self.schema.dtype)
         # A missing chunk must not look like the one before chunk 0.
-        breaks = _breaks(np.where(chunks_C < 0, -2, chunks_C))
-        if not count or (len(breaks) + 1) * _MIN_ROWS_PER_SPAN <= count * size:
-            for first, stop in _spans(chunks_C, breaks):
+        edges = breaks(np.where(chunks_C < 0, -2, chunks_C))
+        if not count or (len(edges) + 1) * MIN_ROWS_PER_SPAN <= count * size:
+            for first, stop in spans(chunks_C, edges):
                 begin = int(chunks_C[first])
                 if begin >= 0:
                     rows = slice(begin * size, (begin + stop - first) * size)
@@ -226,13 +220,3 @@ class RowPool:
         self._version = np.concatenate([self._version, np.zeros(rows - old_rows, np.uint32)])
         self.refs_C = np.concatenate([self.refs_C, np.zeros(num_chunks - old, np.int32)])
         self.free.add(old, num_chunks - old)
-
-
-def _breaks(values: Index) -> Index:
-    """Where a value is not the one before plus one."""
-    return np.flatnonzero(values[1:] != values[:-1] + 1) + 1
-
-
-def _spans(values: Index, breaks: Index) -> list[tuple[int, int]]:
-    """The maximal `[first, stop)` between breaks."""
-    return list(pairwise([0, *breaks.tolist(), len(values)])) if len(values) else []
