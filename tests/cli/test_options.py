@@ -23,7 +23,7 @@ FLAGS = {
         --routed-experts-prompt-start
         --dtype --device --reference --no-reference
         --block-size --num-blocks --kv-cache-gib --prefix-caching --no-prefix-caching
-        --max-num-seqs --max-num-batched-tokens --max-model-len --base-seed""",
+        --max-num-seqs --max-num-batched-tokens --max-model-len --max-steps-in-flight --base-seed""",
     "inspect": "--help --json --html",
     "verify": "--help --model --ignore-order --dtype --device",
 }
@@ -54,6 +54,7 @@ ENGINE = {
     "prefix_caching": (["--no-prefix-caching"], False),
     "max_num_seqs": (["--max-num-seqs", "6"], 6),
     "max_num_batched_tokens": (["--max-num-batched-tokens", "64"], 64),
+    "max_steps_in_flight": (["--max-steps-in-flight", "2"], 2),
     "max_model_len": (["--max-model-len", "128"], 128),
     "base_seed": (["--base-seed", "8"], 8),
 }

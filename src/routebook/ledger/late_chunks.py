@@ -2,11 +2,13 @@
 
 A block is published when the step that fills it is scheduled. If the request is then aborted, or preempted and run
 again, before that step is stored, the block is still valid and others may share it, so its rows must find it.
+
+A chunk is a number that names the place of the rows: a chunk of a row pool, or the lease of a KV block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -48,11 +50,15 @@ class LateChunks:
         """What this request owes, or None."""
         return self._requests.get(request_id)
 
-    def forget_chunks(self, chunks_C: npt.NDArray[np.int64]) -> None:
+    def involves(self, request_ids: Sequence[str]) -> bool:
+        """Whether one of these requests owes rows."""
+        return bool(self._requests) and not self._requests.keys().isdisjoint(request_ids)
+
+    def forget_chunks(self, chunks_C: npt.NDArray[np.int64] | Sequence[int]) -> None:
         """Expect nothing more for these chunks; unknown ones are ignored."""
         if not self._owner:
             return
-        for chunk in chunks_C.tolist():
+        for chunk in map(int, chunks_C):
             if chunk in self._owner:
                 request_id, run, block = self._owner.pop(chunk)
                 late = self._requests[request_id]

@@ -375,7 +375,7 @@ class RequestLedger(Ledger):
         if not open_T.any():
             return
         ids_TLK: RouteIds = step.ids_TLK
-        origin = self._origins(segments, prompt_S)
+        origin = segments.origins(prompt_S, self.block_size)
         if len(rows_T) == len(ids_TLK) and open_T.all():
             self._pool.write(rows_T, ids_TLK, origin, step.weight_version)
             return
@@ -383,15 +383,6 @@ class RequestLedger(Ledger):
             origin = origin[open_T]
         source_T = segments.rows(segments.source_S)[open_T]
         self._pool.write(rows_T[open_T], ids_TLK[source_T], origin, step.weight_version)
-
-    def _origins(self, segments: StepSegments, prompt_S: Index) -> npt.NDArray[np.uint8] | int:
-        begin_S = segments.block_S * self.block_size + segments.offset_S
-        if (begin_S >= prompt_S).all():
-            return int(Origin.DECODE)
-        if (begin_S + segments.length_S <= prompt_S).all():
-            return int(Origin.PREFILL)
-        in_prompt_T = segments.rows(begin_S) < np.repeat(prompt_S, segments.length_S)
-        return np.where(in_prompt_T, Origin.PREFILL, Origin.DECODE).astype(np.uint8)
 
     def _store_contested(
         self, step: StepRows, segments: StepSegments, row_S: Index, run_S: Index

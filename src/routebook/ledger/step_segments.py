@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-Index = npt.NDArray[np.int64]
+from routebook.ledger.spans import Index
+from routebook.routes.provenance import Origin
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,16 @@ class StepSegments:
             self.length_S[which],
             self.source_S[which],
         )
+
+    def origins(self, prompt_S: Index, block_size: int) -> npt.NDArray[np.uint8] | int:
+        """`PREFILL` below the prompt tokens of each segment's request, else `DECODE`: uint8 `[T]`, or one for all."""
+        begin_S = self.block_S * block_size + self.offset_S
+        if (begin_S >= prompt_S).all():
+            return int(Origin.DECODE)
+        if (begin_S + self.length_S <= prompt_S).all():
+            return int(Origin.PREFILL)
+        in_prompt_T = self.rows(begin_S) < np.repeat(prompt_S, self.length_S)
+        return np.where(in_prompt_T, Origin.PREFILL, Origin.DECODE).astype(np.uint8)
 
     def rows(self, first_S: Index) -> Index:
         """Expand each segment to `first, first + 1, ...`, one number per row, int64 `[T]`."""
