@@ -10,9 +10,14 @@ import numpy as np
 _DIGEST_NBYTES = 16
 
 
-def extend_block_hashes(hashes: list[bytes], token_ids: Sequence[int], block_size: int) -> None:
-    """Append the hashes of the full blocks of `token_ids` that `hashes` does not have yet."""
+def extend_block_hashes(
+    hashes: list[bytes], token_ids: Sequence[int], block_size: int, root: bytes = b""
+) -> None:
+    """Append the hashes of the full blocks of `token_ids` that `hashes` does not have yet.
+
+    Chains that start from another `root` have no hash in common.
+    """
     for index in range(len(hashes), len(token_ids) // block_size):
-        parent = hashes[-1] if hashes else b""
+        parent = hashes[-1] if hashes else root
         block = np.asarray(token_ids[index * block_size : (index + 1) * block_size], np.int64)
         hashes.append(blake2b(parent + block.tobytes(), digest_size=_DIGEST_NBYTES).digest())

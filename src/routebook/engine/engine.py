@@ -8,7 +8,8 @@ from __future__ import annotations
 import random
 from collections import deque
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any
 
 from routebook.engine.block_pool import BlockPool
@@ -16,7 +17,7 @@ from routebook.engine.config import EngineConfig
 from routebook.engine.detokenizer import Detokenizer
 from routebook.engine.executor import InlineExecutor, ThreadExecutor
 from routebook.engine.kv_cache_manager import KVCacheManager
-from routebook.engine.model_loader import LoadedModel, load_model
+from routebook.engine.model_loader import LoadedModel, load_model, model_fingerprint
 from routebook.engine.model_runner import ModelRunner
 from routebook.engine.outputs import CompletionOutput, RequestOutput
 from routebook.engine.record_builder import build_record
@@ -24,9 +25,18 @@ from routebook.engine.request import FinishReason, Request, RequestStatus
 from routebook.engine.sampling_params import SamplingParams
 from routebook.engine.scheduler import Scheduler
 from routebook.engine.step import ModelRunnerOutput, SchedulerOutput
+from routebook.engine.weights import Weights, check_weights, copy_weights, read_weights
 from routebook.errors import ConfigError, IntegrityError, RequestError
 from routebook.ledger import RequestLedger
 from routebook.routes import RouteSchema
+
+
+class PauseMode(Enum):
+    """What becomes of open requests when the engine pauses."""
+
+    WAIT = "wait"
+    ABORT = "abort"
+    KEEP = "keep"
 
 
 @dataclass(slots=True)
@@ -81,11 +91,13 @@ class Engine:
         self._random = random.Random(config.scheduler.base_seed)
         self._children: dict[str, _Child] = {}
         self._num_requests = 0
+        self._ended: list[RequestOutput] = []
+        self.is_paused = False
 
     @property
     def has_work(self) -> bool:
-        """Whether a request waits or runs, or a step is under way."""
-        return self.scheduler.has_work or bool(self._in_flight)
+        """Whether a request waits or runs, a step is under way, or an output waits to be taken."""
+        return self.scheduler.has_work or bool(self._in_flight or self._ended)
 
     def tokenize(self, prompt: str) -> list[int]:
         """Token ids of a text, as the model's tokenizer makes them.
@@ -146,17 +158,14 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Plan ahead as far as allowed, and take the results of the oldest step under way.
 
-        Returns the prompts all of whose completions have ended with it.
+        Returns the prompts all of whose completions have ended since the last call; none while the engine is paused.
         """
-        self._plan_ahead()
-        plan, future = self._in_flight.popleft()
-        finished = []
-        for request in self.scheduler.update_from_output(plan, future.result()):
-            self._detokenize(request)
-            if request.status is RequestStatus.FINISHED:
-                finished += self._close(request)
-        self._drop_when_idle()
-        return finished
+        if not self.is_paused and self.scheduler.has_work:
+            self._plan_ahead()
+        if self._in_flight:
+            self._take_results()
+        ended, self._ended = self._ended, []
+        return ended
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End all open completions of a prompt; what they have so far comes back, rows included.
@@ -168,13 +177,61 @@ class Engine:
             if child.group.request_id == request_id:
                 request = self.scheduler.requests[child_id]
                 self.scheduler.finish(request, FinishReason.ABORT)
-                output = next(iter(self._close(request)), None)
+                output = self._close(request)
         self._drop_when_idle()
         return output
+
+    def pause(self, mode: PauseMode = PauseMode.KEEP) -> None:
+        """Plan no further step until `resume`. Steps under way are waited for.
+
+        Args:
+            mode: what becomes of open requests: `WAIT` runs them to their end first, `ABORT` ends them with what they
+                have, `KEEP` leaves them where they are. What ended is returned by the next `step`.
+        """
+        if mode is PauseMode.WAIT:
+            while self.scheduler.has_work:
+                self._plan_ahead()
+                self._take_results()
+        while self._in_flight:
+            self._take_results()
+        if mode is PauseMode.ABORT:
+            for group in {child.group.request_id for child in self._children.values()}:
+                output = self.abort(group)
+                assert output is not None, "an open prompt was not there to be aborted"
+                self._ended.append(output)
+        self.is_paused = True
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self.is_paused = False
 
     def reset_prefix_cache(self) -> None:
         """Forget all shared prefixes."""
         self.scheduler.cache.reset_prefix_cache()
+
+    def update_weights(self, source: str | Weights, mode: PauseMode = PauseMode.WAIT) -> int:
+        """Replace the model's weights; returns their new version, which rows computed from now on carry.
+
+        Shared prefixes are forgotten. A request that is kept goes on from the keys and values that the old weights
+        made, and keeps its old rows: they made its tokens.
+
+        Args:
+            source: a folder, a hub id, or tensors by name; parameters that are not named keep their values.
+            mode: what becomes of open requests, see :meth:`pause`.
+
+        Raises:
+            ModelError: the weights do not fit or are not there; then nothing has changed.
+        """
+        weights = read_weights(source)
+        check_weights(self.loaded.model, weights)
+        was_paused = self.is_paused
+        self.pause(mode)
+        copy_weights(self.loaded.model, weights)
+        self.loaded = replace(self.loaded, fingerprint=model_fingerprint(self.loaded.model))
+        self.reset_prefix_cache()
+        self.scheduler.weight_version += 1
+        self.is_paused = was_paused
+        return self.scheduler.weight_version
 
     def check_integrity(self) -> None:
         """Recount blocks, rows and the worker's requests.
@@ -201,9 +258,19 @@ class Engine:
             self._in_flight.append((plan, self._executor.submit(plan)))
         assert self._in_flight, "work waits, but nothing could be planned"
 
+    def _take_results(self) -> None:
+        """Wait for the oldest step under way and give its results to the requests."""
+        plan, future = self._in_flight.popleft()
+        for request in self.scheduler.update_from_output(plan, future.result()):
+            self._detokenize(request)
+            if request.status is RequestStatus.FINISHED:
+                output = self._close(request)
+                self._ended += [] if output is None else [output]
+        self._drop_when_idle()
+
     def _drop_when_idle(self) -> None:
         """Finished requests are told to the worker with the next step, unless there is none."""
-        if not self.has_work:
+        if not self.scheduler.has_work and not self._in_flight:
             self.runner.drop(self.scheduler.take_dropped())
 
     def _allocate(self) -> int:
@@ -270,28 +337,30 @@ class Engine:
         else:
             self.scheduler.finish(request, FinishReason.STOP, stop_text)
 
-    def _close(self, request: Request) -> list[RequestOutput]:
-        """Make the completion's output; the prompt's, when it was the last one."""
+    def _close(self, request: Request) -> RequestOutput | None:
+        """Make the completion's output; returns the prompt's when it was the last one."""
         child = self._children.pop(request.request_id)
+        group = child.group
+        group.choices[child.index] = self._make_choice(child, request)
+        self.scheduler.release(request)
+        if len(group.choices) < group.params.n:
+            return None
+        return RequestOutput(
+            request_id=group.request_id,
+            prompt=group.prompt,
+            prompt_token_ids=group.prompt_token_ids,
+            choices=tuple(group.choices[index] for index in range(group.params.n)),
+        )
+
+    def _make_choice(self, child: _Child, request: Request) -> CompletionOutput:
         assert request.finish_reason is not None
-        child.group.choices[child.index] = CompletionOutput(
+        token_ids = tuple(request.output_token_ids)
+        return CompletionOutput(
             index=child.index,
-            text=child.detokenizer.text(request.output_token_ids) if child.detokenizer else "",
-            token_ids=tuple(request.output_token_ids),
+            text=child.detokenizer.text(token_ids) if child.detokenizer else "",
+            token_ids=token_ids,
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
             logprobs=tuple(request.logprobs) if request.params.logprobs is not None else None,
             routed_experts=build_record(self.scheduler.ledger, request),
         )
-        self.scheduler.release(request)
-        group = child.group
-        if len(group.choices) < group.params.n:
-            return []
-        return [
-            RequestOutput(
-                request_id=group.request_id,
-                prompt=group.prompt,
-                prompt_token_ids=group.prompt_token_ids,
-                choices=tuple(group.choices[index] for index in range(group.params.n)),
-            )
-        ]

@@ -30,6 +30,7 @@ class KVCacheManager:
         self.block_size = block_size
         self._ledger = ledger
         self._prefix_caching = prefix_caching
+        self._generation = 0
 
     def admit(self, request: Request, budget: int) -> int:
         """Give a waiting request its shared blocks and blocks for up to `budget` further tokens.
@@ -74,14 +75,19 @@ class KVCacheManager:
         if not self._prefix_caching:
             return
         num_tokens = min(request.num_computed_tokens, request.num_tokens)
-        extend_block_hashes(request.block_hashes, request.token_ids[:num_tokens], self.block_size)
+        self._extend_hashes(request, num_tokens)
         full = num_tokens // self.block_size
         for index in range(request.num_named_blocks, full):
             self._name_block(request, index)
         request.num_named_blocks = max(request.num_named_blocks, full)
 
     def reset_prefix_cache(self) -> None:
-        """Forget every shared prefix; running requests go on."""
+        """Forget every shared prefix; running requests go on.
+
+        Blocks that they fill from now on rest on older ones, so their hashes must not match those of new requests:
+        every generation has hashes of its own.
+        """
+        self._generation += 1
         self.pool.reset()
         self._ledger.reset()
 
@@ -93,7 +99,10 @@ class KVCacheManager:
         """Blocks to share: never the last token's, since its logits are needed."""
         if not self._prefix_caching:
             return []
-        extend_block_hashes(request.block_hashes, request.token_ids, self.block_size)
+        if request.hash_generation != self._generation:
+            request.hash_generation = self._generation
+            request.block_hashes = []
+        self._extend_hashes(request, request.num_tokens)
         usable = (request.num_tokens - 1) // self.block_size
         hits = self.pool.find(request.block_hashes[:usable])
         if request.params.routed_experts:
@@ -110,6 +119,11 @@ class KVCacheManager:
             self._ledger.publish(request.request_id, index, block_hash)
         else:
             self.pool.name(block_id, block_hash)
+
+    def _extend_hashes(self, request: Request, num_tokens: int) -> None:
+        root = request.hash_generation.to_bytes(8, "little")
+        tokens = request.token_ids[:num_tokens]
+        extend_block_hashes(request.block_hashes, tokens, self.block_size, root)
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

@@ -7,10 +7,12 @@ from typing import Any
 
 from tqdm import tqdm
 
+from routebook.config import check_choice
 from routebook.engine.config import EngineConfig
-from routebook.engine.engine import Engine
+from routebook.engine.engine import Engine, PauseMode
 from routebook.engine.outputs import RequestOutput
 from routebook.engine.sampling_params import SamplingParams
+from routebook.engine.weights import Weights
 from routebook.errors import RequestError
 from routebook.routes import RouteSchema
 
@@ -71,6 +73,24 @@ class LLM:
         ]
         outputs = self._run(len(ids), progress)
         return [outputs[request_id] for request_id in ids]
+
+    def update_weights(self, source: str | Weights, mode: str = "wait") -> int:
+        """Replace the weights; see :meth:`Engine.update_weights`.
+
+        Args:
+            source: a folder, a hub id, a bundled name, or tensors by parameter name.
+            mode: `wait`, `abort` or `keep`: what becomes of requests that are open.
+
+        Raises:
+            ConfigError: another mode.
+            ModelError: the weights do not fit or are not there; then nothing has changed.
+        """
+        check_choice("mode", mode, tuple(known.value for known in PauseMode))
+        return self.engine.update_weights(source, PauseMode(mode))
+
+    def shutdown(self) -> None:
+        """Stop the worker; see :meth:`Engine.shutdown`."""
+        self.engine.shutdown()
 
     def check_integrity(self) -> None:
         """Recount blocks and rows; see :meth:`Engine.check_integrity`."""

@@ -47,6 +47,8 @@ class Request:
     """How often it lost its blocks, which is the number of its current run."""
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
+    hash_generation: int = 0
+    """Generation of the prefix cache that `block_hashes` belong to."""
     num_named_blocks: int = 0
     """Leading blocks that have been offered to the prefix cache."""
     rows_from: int = 0
