@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from routebook.capture.capturer import Capturer
-from routebook.capture.interception import ExpertTopK, RouterTap, Switch, under_mode
+from routebook.capture.forcing import Switch
+from routebook.capture.interception import ExpertTopK, RouterTap, under_mode
 from routebook.errors import CaptureError
 from tests.capture.models import (
     ToyBlock,

@@ -12,11 +12,11 @@ from torch import nn
 from routebook.capture.binding import RouterBinding, bind_routers
 from routebook.capture.blocks import Run, describe
 from routebook.capture.buffer import CaptureBuffer
+from routebook.capture.forcing import ForcedRoutes, Switch, check_forcible
 from routebook.capture.interception import (
     ExpertTopK,
     Forward,
     RouterTap,
-    Switch,
     TopK,
     TopKHandler,
     is_tapped,
@@ -41,7 +41,7 @@ class Capturer:
             RouterTap(
                 binding.module,
                 self._switch,
-                _tapped(binding, index, buffer),
+                _tapped(binding, index, buffer, self._switch),
                 binding.adapter.method if binding.adapter else "forward",
             )
             for index, binding in enumerate(bindings)
@@ -73,19 +73,31 @@ class Capturer:
         """Layers, experts and top-k of the rows."""
         return self.buffer.schema
 
+    def check_forcible(self) -> None:
+        """Refuse a model on which no route can be forced.
+
+        Raises:
+            UncapturableError: naming the router and the reason.
+        """
+        check_forcible(self.bindings)
+
     @contextmanager
-    def armed(self, num_tokens: int) -> Iterator[None]:
+    def armed(self, num_tokens: int, forced: ForcedRoutes | None = None) -> Iterator[None]:
         """Capture the one forward pass of `num_tokens` tokens that runs inside.
+
+        Args:
+            num_tokens: rows of the forward.
+            forced: routes that some of its rows must take; check `check_forcible` once before.
 
         Raises:
             CaptureError: it does not fit the buffer, or the forward broke a rule of capture.
         """
         self.buffer.begin(num_tokens)
-        self._switch.on = True
+        self._switch.on, self._switch.forced = True, forced
         try:
             yield
         finally:
-            self._switch.on = False
+            self._switch.on, self._switch.forced = False, None
 
     def snapshot(self) -> RoutedExpertsTensors:
         """Return the rows `[N, L, K]` of the last armed forward: on the device, the caller's own.
@@ -103,16 +115,40 @@ class Capturer:
 
 
 def _tapped(
-    binding: RouterBinding, layer_index: int, buffer: CaptureBuffer
+    binding: RouterBinding, layer_index: int, buffer: CaptureBuffer, switch: Switch
 ) -> Callable[[Forward], Forward]:
     """Return how the method of a bound router captures.
 
     A router that returns the tensor of its top-k is read there, which costs no more than the write. Only the
-    others run under a mode, which every torch function in them pays for.
+    others, and forwards with forced routes, run under a mode, which every torch function in them pays for.
     """
     if binding.output is not None:
-        return _output_reader(binding, binding.output, layer_index, buffer)
-    return under_mode(ExpertTopK(binding.num_experts, _noting(layer_index, buffer)))
+        plain = _output_reader(binding, binding.output, layer_index, buffer)
+    else:
+        plain = under_mode(ExpertTopK(binding.num_experts, _noting(layer_index, buffer)))
+    forcing = under_mode(ExpertTopK(binding.num_experts, _forcing(layer_index, buffer, switch)))
+
+    def wrap(original: Forward) -> Forward:
+        plain_forward, forcing_forward = plain(original), forcing(original)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if switch.forced is None:
+                return plain_forward(*args, **kwargs)
+            return forcing_forward(*args, **kwargs)
+
+        return forward
+
+    return wrap
+
+
+def _forcing(layer_index: int, buffer: CaptureBuffer, switch: Switch) -> TopKHandler:
+    def force(scores_NE: torch.Tensor, choose: Callable[[], TopK]) -> TopK:
+        assert switch.forced is not None
+        result = switch.forced.answer(layer_index, scores_NE, choose)
+        buffer.capture(layer_index, result[1])
+        return result
+
+    return force
 
 
 def _noting(layer_index: int, buffer: CaptureBuffer) -> TopKHandler:

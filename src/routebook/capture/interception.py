@@ -11,8 +11,7 @@ Legend of shape suffixes: N = rows, E = experts, K = top-k.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -66,11 +65,10 @@ class ExpertTopK(TorchFunctionMode):
         return self.handler(scores_NE, lambda: func(*args, **kwargs))
 
 
-@dataclass(slots=True)
-class Switch:
-    """Turns all taps of one capturer on for the length of a forward pass."""
+class OnOff(Protocol):
+    """Whether the taps of one capturer are in use."""
 
-    on: bool = False
+    on: bool
 
 
 class RouterTap:
@@ -86,7 +84,7 @@ class RouterTap:
     def __init__(
         self,
         module: nn.Module,
-        switch: Switch,
+        switch: OnOff,
         tapped: Callable[[Forward], Forward],
         method: str = "forward",
     ) -> None:

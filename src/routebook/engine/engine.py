@@ -26,9 +26,15 @@ from routebook.engine.sampling_params import SamplingParams
 from routebook.engine.scheduler import Scheduler
 from routebook.engine.step import ModelRunnerOutput, SchedulerOutput
 from routebook.engine.weights import Weights, check_weights, copy_weights, read_weights
-from routebook.errors import ConfigError, IntegrityError, RequestError
+from routebook.errors import (
+    ConfigError,
+    IntegrityError,
+    RequestError,
+    SchemaMismatchError,
+    SpanError,
+)
 from routebook.ledger import RequestLedger
-from routebook.routes import RouteSchema
+from routebook.routes import RoutedExperts, RouteSchema
 
 
 class PauseMode(Enum):
@@ -138,21 +144,65 @@ class Engine:
                 f"stop={list(params.stop)} needs a tokenizer, which the model has not"
             )
 
+    def check_continuation(
+        self, token_ids: list[int], params: SamplingParams, earlier: RoutedExperts, forced: bool
+    ) -> None:
+        """Refuse to continue a record that does not belong to these tokens, this model or these parameters.
+
+        Raises:
+            RecordError: the record is of another model or other tokens.
+            RequestError: the parameters leave out rows that the record has.
+            UncapturableError: on this model no route can be forced.
+        """
+        if earlier.schema != self.schema:
+            raise SchemaMismatchError(f"the record has {earlier.schema}, the model {self.schema}")
+        if earlier.stop > len(token_ids):
+            raise SpanError(
+                f"the record ends at position {earlier.stop}, the prompt has {len(token_ids)} tokens"
+            )
+        earlier.check_tokens(token_ids)
+        if not params.routed_experts or params.routed_experts_prompt_start:
+            raise RequestError(
+                "a record is continued whole; leave routed_experts=True, routed_experts_prompt_start=0"
+            )
+        if forced:
+            self.runner.capturer.check_forcible()
+
     def add_request(
-        self, token_ids: list[int], params: SamplingParams, prompt: str | None = None
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        prompt: str | None = None,
+        *,
+        earlier: RoutedExperts | None = None,
+        forced: bool = False,
     ) -> str:
         """Queue a prompt; returns the id under which its output will come.
 
+        Args:
+            token_ids: the prompt; of a continued completion, all its tokens so far.
+            params: how to generate.
+            prompt: its text, for the output.
+            earlier: record of an aborted run over the first of these tokens. Its rows are kept as they are, and those
+                of later positions follow.
+            forced: route the tokens that `earlier` has rows for along these rows again, so that keys and values agree
+                with the record. Their blocks are not shared with other requests.
+
         Raises:
             RequestError: see :meth:`check_request`; nothing was queued.
+            RecordError: see :meth:`check_continuation`; nothing was queued.
         """
         self.check_request(token_ids, params)
+        if earlier is not None:
+            self.check_continuation(token_ids, params, earlier, forced)
+        elif forced:
+            raise RequestError("forced=True needs a record to force")
         request_id = str(self._num_requests)
         self._num_requests += 1
         group = _Group(request_id, prompt, tuple(token_ids), params)
         base_seed = self._random.getrandbits(62) if params.seed is None else params.seed
         for index in range(params.n):
-            self._add_child(group, index, base_seed + index)
+            self._add_child(group, index, base_seed + index, earlier, forced)
         return request_id
 
     def step(self) -> list[RequestOutput]:
@@ -306,7 +356,9 @@ class Engine:
             eos_token_ids=self.loaded.eos_token_ids,
         )
 
-    def _add_child(self, group: _Group, index: int, seed: int) -> None:
+    def _add_child(
+        self, group: _Group, index: int, seed: int, earlier: RoutedExperts | None, forced: bool
+    ) -> None:
         child_id = f"{group.request_id}.{index}"
         tokenizer = self.loaded.tokenizer
         detokenizer = Detokenizer(tokenizer, group.params.stop) if tokenizer is not None else None
@@ -321,6 +373,8 @@ class Engine:
                 max_num_tokens=min(
                     self.max_model_len, len(group.prompt_token_ids) + group.params.max_tokens
                 ),
+                earlier=earlier,
+                forced=forced,
             )
         )
 

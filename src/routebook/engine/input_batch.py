@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from routebook.engine.sampling_params import SamplingParams
-from routebook.engine.step import NewRequestData, SchedulerOutput
+from routebook.engine.step import ForcedRows, NewRequestData, SchedulerOutput
 
 IntArray = npt.NDArray[np.int64]
 
@@ -61,6 +61,7 @@ class InputBatch:
         self.block_table = np.zeros((max_num_seqs, max_blocks), np.int32)
         self.params: dict[str, SamplingParams] = {}
         self.seeds: dict[str, int] = {}
+        self.forced: dict[str, ForcedRows] = {}
         self._token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
         self._num_tokens = np.zeros(max_num_seqs, np.int64)
         self._num_blocks = np.zeros(max_num_seqs, np.int64)
@@ -75,6 +76,7 @@ class InputBatch:
         for request_id in request_ids:
             self._free_rows.append(self._row_of.pop(request_id))
             del self.params[request_id], self.seeds[request_id]
+            self.forced.pop(request_id, None)
 
     def update(self, step: SchedulerOutput) -> None:
         """Take in new requests and append new blocks."""
@@ -116,6 +118,8 @@ class InputBatch:
         self._row_of[new.request_id] = row
         self.params[new.request_id] = new.sampling_params
         self.seeds[new.request_id] = new.seed
+        if new.forced is not None:
+            self.forced[new.request_id] = new.forced
         self._token_ids[row, : len(new.token_ids)] = new.token_ids
         self._num_tokens[row] = len(new.token_ids)
         self._num_blocks[row] = 0

@@ -72,7 +72,7 @@ class KVCacheManager:
 
         A block whose last token is still under way has no hash yet; it is offered when the token is known.
         """
-        if not self._prefix_caching:
+        if not self._shares(request):
             return
         num_tokens = min(request.num_computed_tokens, request.num_tokens)
         self._extend_hashes(request, num_tokens)
@@ -97,7 +97,7 @@ class KVCacheManager:
 
     def _find_prefix(self, request: Request) -> list[int]:
         """Blocks to share: never the last token's, since its logits are needed."""
-        if not self._prefix_caching:
+        if not self._shares(request):
             return []
         if request.hash_generation != self._generation:
             request.hash_generation = self._generation
@@ -119,6 +119,10 @@ class KVCacheManager:
             self._ledger.publish(request.request_id, index, block_hash)
         else:
             self.pool.name(block_id, block_hash)
+
+    def _shares(self, request: Request) -> bool:
+        """Forced routes make other keys and values than the routers' own: they are not mixed."""
+        return self._prefix_caching and not request.forced
 
     def _extend_hashes(self, request: Request, num_tokens: int) -> None:
         root = request.hash_generation.to_bytes(8, "little")

@@ -14,7 +14,7 @@ from routebook.engine.outputs import RequestOutput
 from routebook.engine.sampling_params import SamplingParams
 from routebook.engine.weights import Weights
 from routebook.errors import RequestError
-from routebook.routes import RouteSchema
+from routebook.routes import RoutedExperts, RouteSchema
 
 Prompt = str | Sequence[int]
 
@@ -50,26 +50,46 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        records: Sequence[RoutedExperts | None] | None = None,
+        forced: bool = False,
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Complete prompts, texts or token ids, in the order given.
 
+        A completion that was aborted is continued by giving all its tokens as the prompt and its record: the new
+        record keeps the old rows, and the rows of later positions follow.
+
         Args:
             prompts: one prompt or several; a text or a sequence of token ids each.
             params: one for all, or one per prompt.
+            records: for each prompt the record of an aborted run to continue, or None.
+            forced: route the tokens that have such a row along it again; see :meth:`Engine.add_request`.
             progress: show a progress bar on standard error.
 
         Raises:
+            RecordError: a record does not belong to its prompt or to this model.
             RequestError: a prompt or its parameters cannot be served; then nothing is generated at all.
         """
         prompt_list = _prompt_list(prompts)
         params_list = _params_list(params, len(prompt_list))
         requests = [self._tokenize(i, prompt) for i, prompt in enumerate(prompt_list)]
+        record_list = _record_list(records, len(prompt_list))
         for index, (token_ids, wanted) in enumerate(zip(requests, params_list, strict=True)):
             self._check(index, token_ids, wanted)
+        for token_ids, wanted, record in zip(requests, params_list, record_list, strict=True):
+            if record is not None:
+                self.engine.check_continuation(token_ids, wanted, record, forced)
         ids = [
-            self.engine.add_request(t, p, prompt if isinstance(prompt, str) else None)
-            for t, p, prompt in zip(requests, params_list, prompt_list, strict=True)
+            self.engine.add_request(
+                token_ids,
+                wanted,
+                prompt if isinstance(prompt, str) else None,
+                earlier=record,
+                forced=forced and record is not None,
+            )
+            for token_ids, wanted, prompt, record in zip(
+                requests, params_list, prompt_list, record_list, strict=True
+            )
         ]
         outputs = self._run(len(ids), progress)
         return [outputs[request_id] for request_id in ids]
@@ -138,3 +158,13 @@ def _params_list(
             f"{len(params)} sampling parameters for {count} prompts; give one, or one each"
         )
     return list(params)
+
+
+def _record_list(
+    records: Sequence[RoutedExperts | None] | None, count: int
+) -> Sequence[RoutedExperts | None]:
+    if records is None:
+        return [None] * count
+    if len(records) != count:
+        raise RequestError(f"{len(records)} records for {count} prompts; give one each, or None")
+    return records

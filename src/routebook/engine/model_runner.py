@@ -15,6 +15,7 @@ from routebook.capture.capturer import Capturer
 from routebook.capture.outputs import RoutedExpertsTensors
 from routebook.engine.attention import KVShapeProbe
 from routebook.engine.config import CacheConfig
+from routebook.engine.forced_step import forced_routes
 from routebook.engine.input_batch import InputBatch, StepInputs
 from routebook.engine.kv_pool import KVPool, bytes_per_token
 from routebook.engine.mixers import StatefulMixers
@@ -137,7 +138,11 @@ class ModelRunner:
         if self.mixers is not None:
             self.mixers.begin_step(_segments(inputs))
         positions_T = self._to_device(inputs.positions_T)
-        with self.capturer.armed(len(positions_T)) if capture else nullcontext():
+        forced = None
+        if self._batch.forced:
+            device = self.loaded.device
+            forced = forced_routes(inputs, self._batch.forced, self.capturer.schema, device)
+        with self.capturer.armed(len(positions_T), forced) if capture else nullcontext():
             output = self._model(
                 input_ids=self._to_device(inputs.token_ids_T)[None],
                 position_ids=positions_T[None],

@@ -14,7 +14,19 @@ def build_record(ledger: Ledger, request: Request) -> RoutedExperts | None:
     """
     if not request.params.routed_experts:
         return None
-    start = min(request.params.routed_experts_prompt_start, request.num_rows)
+    if request.earlier is None:
+        start = min(request.params.routed_experts_prompt_start, request.num_rows)
+        return _read(ledger, request, start)
+    # The rows of the run before are those that its tokens were sampled with; only what follows is new.
+    earlier = request.earlier
+    return (
+        earlier.append(_read(ledger, request, earlier.stop))
+        if earlier.stop < request.num_rows
+        else earlier
+    )
+
+
+def _read(ledger: Ledger, request: Request, start: int) -> RoutedExperts:
     rows = ledger.read(request.request_id, start, request.num_rows)
     return RoutedExperts.from_rows(
         ledger.schema,

@@ -7,6 +7,7 @@ from enum import Enum
 
 from routebook.engine.sampling_params import SamplingParams
 from routebook.engine.step import TokenLogprobs
+from routebook.routes import RoutedExperts
 
 
 class RequestStatus(Enum):
@@ -38,6 +39,11 @@ class Request:
     max_num_tokens: int
     """Prompt and completion at most: by `max_tokens`, or by the model."""
 
+    earlier: RoutedExperts | None = None
+    """Record of an earlier, aborted run over the first tokens of this prompt: its rows are kept."""
+    forced: bool = False
+    """Whether the tokens that `earlier` has rows for are routed along them again."""
+
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
     """Tokens whose keys and values lie in the request's blocks, those of a step under way included."""
@@ -57,6 +63,11 @@ class Request:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+
+    @property
+    def wants_capture(self) -> bool:
+        """Whether the steps that run it must be captured."""
+        return self.params.routed_experts or self.forced
 
     @property
     def num_tokens(self) -> int:

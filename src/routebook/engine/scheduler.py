@@ -18,7 +18,7 @@ import numpy as np
 from routebook.engine.config import SchedulerConfig
 from routebook.engine.kv_cache_manager import KVCacheManager
 from routebook.engine.request import FinishReason, Request, RequestStatus
-from routebook.engine.step import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from routebook.engine.step import ForcedRows, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from routebook.errors import IntegrityError
 from routebook.ledger.base import Ledger, ReleaseReason, StepRows
 
@@ -81,7 +81,7 @@ class Scheduler:
         self.ledger.begin(request.request_id, request.num_prompt_tokens)
         self.requests[request.request_id] = request
         self._waiting.append(request)
-        self._num_wanting_rows += request.params.routed_experts
+        self._num_wanting_rows += request.wants_capture
 
     def schedule(self) -> SchedulerOutput | None:
         """Plan the next step and take the blocks that it needs; None when nothing can run now.
@@ -134,7 +134,7 @@ class Scheduler:
         else:
             self._waiting.remove(request)
         request.status = RequestStatus.FINISHED
-        self._num_wanting_rows -= request.params.routed_experts
+        self._num_wanting_rows -= request.wants_capture
         self.cache.free(request)
 
     def take_dropped(self) -> list[str]:
@@ -258,4 +258,12 @@ def _new_request_data(request: Request) -> NewRequestData:
         block_ids=list(request.block_ids),
         sampling_params=request.params,
         seed=request.seed,
+        forced=_forced_rows(request),
     )
+
+
+def _forced_rows(request: Request) -> ForcedRows | None:
+    if not request.forced or request.earlier is None:
+        return None
+    earlier = request.earlier
+    return ForcedRows(start=earlier.start, ids_TLK=earlier.ids_TLK, valid_T=earlier.valid_T)

@@ -18,6 +18,17 @@ from routebook.engine.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ForcedRows:
+    """Rows that a request's tokens must take when they are computed, instead of the routers' own choice."""
+
+    start: int
+    """Position of the first row."""
+    ids_TLK: npt.NDArray[np.unsignedinteger]
+    valid_T: npt.NDArray[np.bool_]
+    """Rows that are not valid are chosen by the routers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class NewRequestData:
     """A request that the worker does not hold: new, or back after a preemption."""
 
@@ -28,6 +39,7 @@ class NewRequestData:
     sampling_params: SamplingParams
     seed: int
     """Seed of this request's own random numbers; see :mod:`routebook.engine.sampler`."""
+    forced: ForcedRows | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
