@@ -33,3 +33,9 @@ def check_at_least(name: str, value: float, least: float) -> None:
     """Raise ConfigError unless `value >= least`."""
     if value < least:
         raise ConfigError(f"{name}={value} is too small; it must be at least {least}")
+
+
+def check_at_most(name: str, value: float, most: float) -> None:
+    """Raise ConfigError unless `value <= most`."""
+    if value > most:
+        raise ConfigError(f"{name}={value} is too large; it must be at most {most}")

@@ -17,6 +17,13 @@ BARE = (
     "import sys; sys.modules['torch'] = None\n"
     "from routebook.cli.main import main; sys.exit(main(sys.argv[1:]))",
 )
+# As if started from a terminal: a job in the background inherits a deaf ear for interrupts.
+LISTENING = (
+    sys.executable,
+    "-c",
+    "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    "from routebook.cli.main import main; sys.exit(main(sys.argv[1:]))",
+)
 ENV = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
@@ -63,7 +70,7 @@ def test_an_interrupt_leaves_the_older_record(tmp_path):
     out.write_bytes(b"older")
     long = ("--n", "64", "--max-tokens", "2000", "--ignore-eos", "--out", str(out))
     with subprocess.Popen(
-        [*ROUTEBOOK, "generate", "tiny", "--prompt", "It is", *long],
+        [*LISTENING, "generate", "tiny", "--prompt", "It is", *long],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=ENV,

@@ -207,6 +207,7 @@ def test_many_requests_of_mixed_length_leave_nothing_behind() -> None:
         ([5] * 2048, {}, "2048 tokens; with max_model_len=2048 it may have 2047"),
         ([5, 2048], {}, "token id 2048 lies outside the vocabulary of 2048"),
         ([-1], {}, "token id -1 lies outside"),
+        ([5], {"stop_token_ids": (9000,)}, "token id 9000 lies outside"),
         ([5, 6], {"routed_experts_prompt_start": 3}, "prompt_start=3 lies beyond the prompt of 2"),
     ],
 )
@@ -243,6 +244,10 @@ def test_as_many_parameters_as_prompts(llm: LLM) -> None:
         ({"max_model_len": 4096}, "max_model_len=4096 exceeds the model's limit of 2048"),
         ({"max_model_len": 512, "num_blocks": 4}, "needs more than 4 KV blocks of 16 tokens"),
         ({"kv_cache_gib": 1e-9}, "holds no KV block of"),
+        ({"kv_cache_gib": float("nan")}, "kv_cache_gib=nan must be a number above 0"),
+        ({"kv_cache_gib": float("inf")}, "kv_cache_gib=inf must be a number above 0"),
+        ({"max_num_seqs": 99_999_999_999}, "max_num_seqs=99999999999 is too large"),
+        ({"max_num_batched_tokens": 99_999_999_999}, "is too large; it must be at most 1048576"),
         ({"reference": True, "dtype": "bfloat16"}, "reference=True needs dtype='float32'"),
     ],
 )

@@ -190,7 +190,7 @@ def _refuse_without_choice(model: nn.Module, observation: Observation) -> None:
         )
     raise DenseModelError(
         f"{type(model).__name__} has no mixture-of-experts layer, so there are no experts to "
-        "capture; turn routed experts off for this model"
+        "capture; name a mixture-of-experts model"
     )
 
 

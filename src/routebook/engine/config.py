@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from routebook.config import check_at_least, check_choice, option
+from routebook.config import check_at_least, check_at_most, check_choice, option
 from routebook.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float64")
 DEVICES = ("auto", "cpu", "cuda")
+# Arrays of these sizes are made at the start; a slip of the keyboard must not ask for all memory.
+_MOST_SEQS = 2**16
+_MOST_BATCHED_TOKENS = 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,8 +55,8 @@ class CacheConfig:
         check_at_least("block_size", self.block_size, 1)
         if self.num_blocks is not None:
             check_at_least("num_blocks", self.num_blocks, 1)
-        if self.kv_cache_gib <= 0:
-            raise ConfigError(f"kv_cache_gib={self.kv_cache_gib} must be above 0")
+        if not 0 < self.kv_cache_gib < float("inf"):
+            raise ConfigError(f"kv_cache_gib={self.kv_cache_gib} must be a number above 0")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +77,9 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         check_at_least("max_num_seqs", self.max_num_seqs, 1)
+        check_at_most("max_num_seqs", self.max_num_seqs, _MOST_SEQS)
         check_at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        check_at_most("max_num_batched_tokens", self.max_num_batched_tokens, _MOST_BATCHED_TOKENS)
         check_at_least("max_steps_in_flight", self.max_steps_in_flight, 1)
         if self.max_model_len is not None:
             check_at_least("max_model_len", self.max_model_len, 2)

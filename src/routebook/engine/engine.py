@@ -129,7 +129,8 @@ class Engine:
                 f"the prompt has {len(token_ids)} tokens; with max_model_len={self.max_model_len} it may have"
                 f" {self.max_model_len - 1} at most"
             )
-        wrong = next((t for t in token_ids if not 0 <= t < self.loaded.vocab_size), None)
+        vocabulary = range(self.loaded.vocab_size)
+        wrong = next((t for t in (*token_ids, *params.stop_token_ids) if t not in vocabulary), None)
         if wrong is not None:
             raise RequestError(
                 f"token id {wrong} lies outside the vocabulary of {self.loaded.vocab_size}"

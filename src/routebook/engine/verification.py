@@ -41,6 +41,10 @@ class Verifier:
         self.name = model
         loaded: Any = load_pretrained(resolve_model(model), config.dtype)
         self._model = loaded.to(pick_device(config.device)).eval()
+        if self._model.dtype == torch.float64:
+            # The grouped kernel, transformers' default, knows no float64.
+            self._model.set_experts_implementation("eager")
+        self._vocab_size = int(loaded.config.get_text_config(decoder=True).vocab_size)
         self.fingerprint = model_fingerprint(self._model)
         self._capturer: Capturer | None = None
 
@@ -85,6 +89,12 @@ class Verifier:
             raise ModelMismatchError(
                 f"the record was made by model {sample.meta.get('model', '?')!r} (fingerprint {made_by}),"
                 f" not by {self.name!r} (fingerprint {self.fingerprint}); give the model that made it"
+            )
+        largest = int(sample.token_ids.max(initial=0))
+        if largest >= self._vocab_size:
+            raise ModelMismatchError(
+                f"the record has token id {largest}, model {self.name!r} has a vocabulary of"
+                f" {self._vocab_size}; give the model that made it"
             )
         schema = self._bound(_MIN_ROWS).schema
         if sample.record.schema != schema:
