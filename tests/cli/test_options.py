@@ -10,7 +10,7 @@ import pytest
 
 from routebook.cli import generate as generate_module
 from routebook.cli.main import build_parser
-from routebook.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from routebook.engine.config import CacheConfig, ExecutorConfig, ModelConfig, SchedulerConfig
 from routebook.engine.sampling_params import SamplingParams
 from routebook.engine.verification import Verifier
 
@@ -22,8 +22,9 @@ FLAGS = {
         --ignore-eos --no-ignore-eos --logprobs --routed-experts --no-routed-experts
         --routed-experts-prompt-start
         --dtype --device --reference --no-reference
-        --block-size --num-blocks --kv-cache-gib --prefix-caching --no-prefix-caching
-        --max-num-seqs --max-num-batched-tokens --max-model-len --max-steps-in-flight --base-seed""",
+        --block-size --num-blocks --kv-cache-gib --prefix-caching --no-prefix-caching --ledger
+        --max-num-seqs --max-num-batched-tokens --max-model-len --max-steps-in-flight --base-seed
+        --executor""",
     "inspect": "--help --json --html",
     "verify": "--help --model --ignore-order --dtype --device",
 }
@@ -52,11 +53,13 @@ ENGINE = {
     "num_blocks": (["--num-blocks", "11"], 11),
     "kv_cache_gib": (["--kv-cache-gib", "0.25"], 0.25),
     "prefix_caching": (["--no-prefix-caching"], False),
+    "ledger": (["--ledger", "slot"], "slot"),
     "max_num_seqs": (["--max-num-seqs", "6"], 6),
     "max_num_batched_tokens": (["--max-num-batched-tokens", "64"], 64),
     "max_steps_in_flight": (["--max-steps-in-flight", "2"], 2),
     "max_model_len": (["--max-model-len", "128"], 128),
     "base_seed": (["--base-seed", "8"], 8),
+    "executor": (["--executor", "process"], "process"),
 }
 
 
@@ -92,7 +95,7 @@ def test_the_flags_are_those_that_were_agreed():
 
 
 def test_every_field_is_listed_with_a_value_other_than_its_default():
-    parts = (ModelConfig, CacheConfig, SchedulerConfig)
+    parts = (ModelConfig, CacheConfig, SchedulerConfig, ExecutorConfig)
     sampling = {f.name: f.default for f in fields(SamplingParams)}
     engine = {f.name: f.default for part in parts for f in fields(part)}
     assert (set(SAMPLING), set(ENGINE)) == (set(sampling), set(engine))
@@ -150,7 +153,7 @@ def test_help_tells_every_flag_with_its_field_s_own_words(command, capsys):
     assert stopped.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
     assert all(flag in text for flag in FLAGS[command].split())
-    kinds = (SamplingParams, ModelConfig, CacheConfig, SchedulerConfig)
+    kinds = (SamplingParams, ModelConfig, CacheConfig, SchedulerConfig, ExecutorConfig)
     if command == "generate":
         # The formatter breaks lines, also behind a hyphen.
         squeezed = text.replace(" ", "")

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from routebook.engine.engine import Engine
+from routebook.engine.executor import LocalExecutor
 from routebook.engine.step import ModelRunnerOutput, SchedulerOutput
 from tests.capture.recorder import ExpertsRecorder
 
@@ -26,12 +27,14 @@ class ForwardRecorder:
     num_forwards: int = 0
 
     def __post_init__(self) -> None:
-        self._execute = self.engine.runner.execute
-        self.engine.runner.execute = self._recorded  # type: ignore[method-assign]
+        assert isinstance(self.engine.executor, LocalExecutor)
+        self._worker = self.engine.executor.worker
+        self._execute = self._worker.runner.execute
+        self._worker.runner.execute = self._recorded  # type: ignore[method-assign]
 
     def _recorded(self, step: SchedulerOutput) -> ModelRunnerOutput:
         recorder = ExpertsRecorder()
-        with recorder.recording(self.engine.loaded.model):
+        with recorder.recording(self._worker.loaded.model):
             output = self._execute(step)
         num_layers = self.engine.schema.num_layers
         layers = [torch.cat(recorder.ids_LNK[layer::num_layers]) for layer in range(num_layers)]

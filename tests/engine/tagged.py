@@ -24,7 +24,7 @@ from routebook.engine.request import FinishReason, Request, RequestStatus
 from routebook.engine.sampling_params import SamplingParams
 from routebook.engine.scheduler import Scheduler
 from routebook.engine.step import ModelRunnerOutput, SchedulerOutput, SideOutputs
-from routebook.ledger import RequestLedger
+from routebook.ledger import KVSlotLedger, Ledger, RequestLedger
 from routebook.routes.provenance import Origin
 from routebook.routes.record import RoutedExperts
 from routebook.routes.schema import RouteSchema
@@ -146,8 +146,11 @@ class TaggedSystem:
         budget: int,
         max_num_seqs: int = 8,
         steps_in_flight: int = 1,
+        ledger: str = "request",
     ) -> None:
-        self.ledger = RequestLedger(SCHEMA, block_size)
+        self.ledger: Ledger = RequestLedger(SCHEMA, block_size)
+        if ledger == "slot":
+            self.ledger = KVSlotLedger(SCHEMA, block_size, num_blocks)
         cache = KVCacheManager(BlockPool(num_blocks), block_size, self.ledger, prefix_caching=True)
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget),

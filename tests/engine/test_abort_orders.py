@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from routebook.engine.config import LEDGERS
 from routebook.engine.request import FinishReason, Request, RequestStatus
 from routebook.routes.record import RoutedExperts
 from tests.engine.tagged import TaggedSystem
@@ -21,9 +22,15 @@ PROMPT = [5, 6, 7]
 class Schedule:
     """One request, perhaps with a rival that shares its prefix, driven event by event."""
 
-    def __init__(self, *, block_size: int, budget: int, depth: int, rival: bool) -> None:
+    def __init__(
+        self, *, block_size: int, budget: int, depth: int, rival: bool, ledger: str
+    ) -> None:
         self.system = TaggedSystem(
-            num_blocks=12 // block_size, block_size=block_size, budget=budget, steps_in_flight=depth
+            num_blocks=12 // block_size,
+            block_size=block_size,
+            budget=budget,
+            steps_in_flight=depth,
+            ledger=ledger,
         )
         if rival:
             self.system.add(PROMPT, max_tokens=4, ignore_eos=True)
@@ -68,7 +75,7 @@ class Schedule:
             self.record = record
 
 
-def words(**config: int | bool) -> Iterator[tuple[str, Schedule]]:
+def words(**config: int | bool | str) -> Iterator[tuple[str, Schedule]]:
     """All complete words: those after which nothing is open and nothing under way."""
     pending = [""]
     while pending:
@@ -82,14 +89,17 @@ def words(**config: int | bool) -> Iterator[tuple[str, Schedule]]:
         pending += [word + event for event in following]
 
 
+@pytest.mark.parametrize("ledger", LEDGERS)
 @pytest.mark.parametrize("rival", [False, True])
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize(("block_size", "budget"), [(1, 2), (4, 8)])
 def test_every_order_of_abort_step_and_end(
-    block_size: int, budget: int, depth: int, rival: bool
+    block_size: int, budget: int, depth: int, rival: bool, ledger: str
 ) -> None:
     count = aborted = 0
-    for word, schedule in words(block_size=block_size, budget=budget, depth=depth, rival=rival):
+    for word, schedule in words(
+        block_size=block_size, budget=budget, depth=depth, rival=rival, ledger=ledger
+    ):
         record, request = schedule.record, schedule.request
         assert record is not None, word
         assert record.num_rows == request.num_tokens - 1, word

@@ -128,7 +128,7 @@ def test_a_forced_continuation_computes_along_the_old_rows(config: dict[str, Any
     assert (own - free).abs().max() > 1e-3
 
 
-def test_absent_rows_are_not_forced_and_stay_absent() -> None:
+def test_rows_that_the_earlier_run_lacks_are_those_of_the_new_one() -> None:
     llm = make_llm()
     first = aborted(llm, 6)
     record = record_of(first)
@@ -137,9 +137,23 @@ def test_absent_rows_are_not_forced_and_stay_absent() -> None:
     holed = RoutedExperts.from_rows(
         record.schema, record.ids_TLK, tokens_of(first), origin_T=origin
     )
-    (second,) = llm.generate([tokens_of(first)], PARAMS, records=[holed], forced=True)
-    assert not record_of(second).valid_T[4]
-    assert record_of(second).valid_T.sum() == record_of(second).num_rows - 1
+    llm.update_weights(new_weights())
+    (second,) = llm.generate([tokens_of(first)], PARAMS, records=[holed])
+    whole = record_of(second)
+    assert whole.complete
+    rows, _ = judge(tokens_of(second), None)
+    np.testing.assert_array_equal(whole.ids_TLK[4], rows[4])
+    np.testing.assert_array_equal(whole.ids_TLK[3], record.ids_TLK[3])
+    versions = {p: s.weight_version for s in whole.provenance for p in range(s.start, s.stop)}
+    assert [versions[p] for p in (3, 4, 5, record.stop)] == [0, 1, 0, 1]
+
+
+def test_a_completion_aborted_before_it_ran_is_continued_whole() -> None:
+    llm = make_llm(max_num_batched_tokens=4)
+    first = aborted(llm, 1)
+    assert not record_of(first).complete
+    (second,) = llm.generate([tokens_of(first)], PARAMS, records=[record_of(first)])
+    assert record_of(second).complete
 
 
 def test_forced_blocks_are_not_shared() -> None:

@@ -30,7 +30,7 @@ def generate(model: Any, **config: Any) -> list[RequestOutput]:
     llm = LLM(
         model, device="cuda", max_num_batched_tokens=64, num_blocks=64, max_model_len=512, **config
     )
-    prompts = requests(llm.engine.loaded.vocab_size)
+    prompts = requests(llm.engine.served.vocab_size)
     outputs = llm.generate(prompts, SamplingParams(max_tokens=30, seed=1, ignore_eos=True))
     llm.check_integrity()
     return outputs

@@ -259,3 +259,12 @@ def test_options_that_cannot_work_are_named(options: dict[str, object], words: s
 def test_an_unknown_model_says_where_it_was_sought(tmp_path) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ModelNotFoundError, match=r"holds no config.json"):
         LLM(str(tmp_path))
+
+
+def test_the_reference_mode_widens_a_bfloat16_checkpoint() -> None:
+    assert LLM("tiny", reference=True).engine.served.dtype == "float32"
+    model = AutoModelForCausalLM.from_pretrained(PATH)
+    with pytest.raises(
+        ConfigError, match=r"needs float32 or float64, the model is in torch.bfloat16"
+    ):
+        LLM(model, reference=True)

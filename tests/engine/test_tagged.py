@@ -7,21 +7,24 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from routebook.engine.config import LEDGERS
 from routebook.engine.request import FinishReason
 from tests.engine.tagged import VOCAB, TaggedSystem
 
 
+@pytest.mark.parametrize("ledger", LEDGERS)
 @pytest.mark.parametrize("steps_in_flight", [1, 2, 3])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("budget", [1, 7, 64])
 def test_shared_prefixes_chunks_and_starvation(
-    budget: int, block_size: int, steps_in_flight: int
+    budget: int, block_size: int, steps_in_flight: int, ledger: str
 ) -> None:
     system = TaggedSystem(
         num_blocks=80 // block_size,
         block_size=block_size,
         budget=budget,
         steps_in_flight=steps_in_flight,
+        ledger=ledger,
     )
     prefix = [1 + i % (VOCAB - 1) for i in range(33)]
     for n in range(12):
@@ -45,9 +48,10 @@ def test_requests_of_one_step_share_the_prefix_that_the_step_computes() -> None:
     system.runner.execute(plan)
 
 
-def test_rows_of_a_cached_block_follow_its_owner_not_the_block() -> None:
+@pytest.mark.parametrize("ledger", LEDGERS)
+def test_rows_of_a_cached_block_follow_its_owner_not_the_block(ledger: str) -> None:
     """A block is computed, shared, evicted, and its memory used by another request: nothing shows through."""
-    system = TaggedSystem(num_blocks=6, block_size=4, budget=64)
+    system = TaggedSystem(num_blocks=6, block_size=4, budget=64, ledger=ledger)
     system.add([1] * 9, max_tokens=2)
     system.run()
     sharer = system.add([1] * 9, max_tokens=12)
@@ -103,14 +107,18 @@ class TaggedMachine(RuleBasedStateMachine):
         budget=st.sampled_from([1, 7, 64]),
         blocks=st.integers(2, 12),
         steps_in_flight=st.integers(1, 3),
+        ledger=st.sampled_from(LEDGERS),
     )
-    def start(self, block_size: int, budget: int, blocks: int, steps_in_flight: int) -> None:
+    def start(
+        self, block_size: int, budget: int, blocks: int, steps_in_flight: int, ledger: str
+    ) -> None:
         num_blocks = blocks * 16 // block_size
         self.system = TaggedSystem(
             num_blocks=num_blocks,
             block_size=block_size,
             budget=budget,
             steps_in_flight=steps_in_flight,
+            ledger=ledger,
         )
         self.limit = num_blocks * block_size
 

@@ -9,7 +9,7 @@ import pytest
 
 from routebook.errors import ConfigError, IntegrityError
 from routebook.ledger import LedgerConfig, ReleaseReason, RequestLedger
-from routebook.ledger.conformance.pair import TAG_SCHEMA, LedgerPair
+from routebook.ledger.conformance.pair import TAG_SCHEMA, LedgerPair, PlannedStep
 
 
 def busy_ledger() -> RequestLedger:
@@ -80,9 +80,8 @@ def test_rows_owed_are_forgotten_once_they_came_or_nobody_wants_them() -> None:
     ledger.withdraw([b"gone"])
     assert len(ledger._late) == 0
     ledger = busy_ledger()
-    pair = LedgerPair(ledger)
-    pair.oracle.begin("gone", 9)
-    ledger.store_batch(pair.run_model(pair.plan(("gone", 2, 2))))
+    late = PlannedStep((("gone", 2, 2),), runs=(0,), version=0)
+    ledger.store_batch(LedgerPair(ledger).run_model(late))
     assert len(ledger._late) == 0
 
 

@@ -1,4 +1,4 @@
-"""Any schedule that keeps the ledger's contract reads as the oracle says, after every move."""
+"""Any schedule that keeps the ledger's contract reads as the oracle says, after every move, from either ledger."""
 
 from __future__ import annotations
 
@@ -6,27 +6,42 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from routebook.ledger import LedgerConfig, ReleaseReason, RequestLedger
+from routebook.ledger import (
+    KVSlotConfig,
+    KVSlotLedger,
+    Ledger,
+    LedgerConfig,
+    ReleaseReason,
+    RequestLedger,
+)
 from routebook.ledger.conformance.pair import TAG_SCHEMA
 from routebook.ledger.conformance.walk import SchedulerWalk
 
 COUNTS = st.sampled_from((1, 1, 2, 3, 5, 16, 40))
 MOST_REQUESTS = 5
+LONGEST = 40
 
 
 class ScheduleMachine(RuleBasedStateMachine):
-    """Moves of a scheduler; `depth` steps may be in flight beside the one it plans."""
+    """Moves of a scheduler; `depth` steps may be in flight beside the one it plans.
+
+    The KV pool has room for the requests and little more, so blocks change hands all the time.
+    """
+
+    def make_ledger(self, block_size: int, num_blocks: int, small: bool) -> Ledger:
+        raise NotImplementedError
 
     @initialize(
         block_size=st.sampled_from((1, 4, 16)),
         depth=st.integers(0, 3),
-        rows=st.sampled_from((1, 4096)),
+        small=st.booleans(),
+        spare_blocks=st.integers(0, 8),
     )
-    def start(self, block_size: int, depth: int, rows: int) -> None:
-        config = LedgerConfig(initial_rows=rows, growth_factor=1.5)
-        ledger = RequestLedger(TAG_SCHEMA, block_size, config)
+    def start(self, block_size: int, depth: int, small: bool, spare_blocks: int) -> None:
+        num_blocks = MOST_REQUESTS * -(-LONGEST // block_size) + spare_blocks
+        ledger = self.make_ledger(block_size, num_blocks, small)
         self.depth = depth
-        self.walk = SchedulerWalk(ledger, common=18, longest=40)
+        self.walk = SchedulerWalk(ledger, common=18, longest=LONGEST, num_blocks=num_blocks)
 
     def living(self) -> list[str]:
         return sorted(self.walk.walkers)
@@ -79,7 +94,19 @@ class ScheduleMachine(RuleBasedStateMachine):
             self.walk.drain()
 
 
-ScheduleMachine.TestCase.settings = settings(
+class RequestLedgerMachine(ScheduleMachine):
+    def make_ledger(self, block_size: int, num_blocks: int, small: bool) -> Ledger:
+        config = LedgerConfig(initial_rows=1 if small else 4096, growth_factor=1.5)
+        return RequestLedger(TAG_SCHEMA, block_size, config)
+
+
+class KVSlotLedgerMachine(ScheduleMachine):
+    def make_ledger(self, block_size: int, num_blocks: int, small: bool) -> Ledger:
+        config = KVSlotConfig(initial_requests=1 if small else 64)
+        return KVSlotLedger(TAG_SCHEMA, block_size, num_blocks, config)
+
+
+SETTINGS = settings(
     max_examples=80,
     stateful_step_count=40,
     deadline=None,
@@ -87,4 +114,7 @@ ScheduleMachine.TestCase.settings = settings(
     database=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
-TestSchedules = ScheduleMachine.TestCase
+RequestLedgerMachine.TestCase.settings = SETTINGS
+KVSlotLedgerMachine.TestCase.settings = SETTINGS
+TestRequestLedgerSchedules = RequestLedgerMachine.TestCase
+TestKVSlotLedgerSchedules = KVSlotLedgerMachine.TestCase

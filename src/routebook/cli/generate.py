@@ -15,7 +15,7 @@ from routebook.cli.extras import engine_module
 from routebook.cli.options import add_options, take_options
 from routebook.cli.quiet import quiet_loading
 from routebook.cli.record import writing
-from routebook.engine.config import CacheConfig, ModelConfig, SchedulerConfig
+from routebook.engine.config import CacheConfig, ExecutorConfig, ModelConfig, SchedulerConfig
 from routebook.engine.sampling_params import SamplingParams
 from routebook.errors import RequestError
 from routebook.routes import RoutesWriter
@@ -28,7 +28,7 @@ Prompts = list[str | list[int]]
 Show = Callable[["RequestOutput", Any], None]
 """Prints one output, given the model's tokenizer or None."""
 
-_CONFIGS = (ModelConfig, CacheConfig, SchedulerConfig)
+_CONFIGS = (ModelConfig, CacheConfig, SchedulerConfig, ExecutorConfig)
 _DESCRIPTION = """Complete prompts with a mixture-of-experts model and print the completions. With --out, the
 experts of every token go into a .routes file, which `inspect` and `verify` read."""
 
@@ -106,7 +106,7 @@ def generate(
                 _write(stack, writer, llm, outputs)
         finally:
             for output in outputs:
-                show(output, llm.engine.loaded.tokenizer)
+                show(output, llm.engine.tokenizer)
     if out is not None:
         print(f"wrote {out}")
 

@@ -88,5 +88,5 @@ def _style(ratio: float) -> str:
     """Colour of a load: pale below the mean, dark blue far above it."""
     strength = min(ratio / _MAX_RATIO, 1.0)
     lightness = 96 - 66 * strength
-    text = "#fff" if lightness < 60 else "#222"
+    text = "#fff" if lightness < 53 else "#222"
     return f"background:hsl(212 75% {lightness:.0f}%);color:{text}"

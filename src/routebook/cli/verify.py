@@ -14,7 +14,7 @@ from routebook.cli.extras import engine_module
 from routebook.cli.options import add_options, take_options
 from routebook.cli.quiet import quiet_loading
 from routebook.cli.record import read_samples
-from routebook.engine.config import ModelConfig
+from routebook.engine.config import DTYPES, ModelConfig
 from routebook.errors import RequestError
 from routebook.routes import Comparison, RouteSample
 
@@ -91,7 +91,13 @@ def add_parser(commands: Any) -> None:
         action="store_true",
         help="compare the picks of a row as a set (for engines whose top-k is unsorted)",
     )
-    add_options(parser, ModelConfig, skip=_NOT_FOR_VERIFY)
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="number format of the forward pass; unset takes the one that made the record,"
+        " auto the checkpoint's",
+    )
+    add_options(parser, ModelConfig, skip=_NOT_FOR_VERIFY | {"dtype"})
     parser.set_defaults(run=run)
 
 

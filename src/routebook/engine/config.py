@@ -10,8 +10,12 @@ from routebook.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float64")
 DEVICES = ("auto", "cpu", "cuda")
+LEDGERS = ("request", "slot")
+EXECUTORS = ("auto", "inline", "thread", "process")
 # Arrays of these sizes are made at the start; a slip of the keyboard must not ask for all memory.
 _MOST_SEQS = 2**16
+_MOST_BLOCKS = 2**28
+_MOST_GIB = 2**14
 _MOST_BATCHED_TOKENS = 2**20
 
 
@@ -20,7 +24,9 @@ class ModelConfig:
     """Which numbers the model runs in, and where."""
 
     dtype: str = option(
-        "number format; auto takes the checkpoint's", default="auto", choices=DTYPES
+        "number format; auto takes the checkpoint's, float32 in the reference mode",
+        default="auto",
+        choices=DTYPES,
     )
     device: str = option(
         "cpu or cuda; auto takes cuda if there is one", default="auto", choices=DEVICES
@@ -50,13 +56,22 @@ class CacheConfig:
     )
     kv_cache_gib: float = option("most memory for keys and values, in GiB", default=1.0)
     prefix_caching: bool = option("share the KV blocks of equal prefixes", default=True)
+    ledger: str = option(
+        "who owns the rows: each request its own, or the slots of the KV pool, snapshot when freed",
+        default="request",
+        choices=LEDGERS,
+    )
 
     def __post_init__(self) -> None:
         check_at_least("block_size", self.block_size, 1)
+        check_choice("ledger", self.ledger, LEDGERS)
         if self.num_blocks is not None:
             check_at_least("num_blocks", self.num_blocks, 1)
-        if not 0 < self.kv_cache_gib < float("inf"):
-            raise ConfigError(f"kv_cache_gib={self.kv_cache_gib} must be a number above 0")
+            check_at_most("num_blocks", self.num_blocks, _MOST_BLOCKS)
+        if not 0 < self.kv_cache_gib <= _MOST_GIB:
+            raise ConfigError(
+                f"kv_cache_gib={self.kv_cache_gib} must be a number above 0 and at most {_MOST_GIB}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,12 +101,28 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ExecutorConfig:
+    """Where the model runs."""
+
+    executor: str = option(
+        "what runs the model: the caller's thread (inline), one beside it, or a process of its own; auto takes"
+        " inline for one step in flight, else thread",
+        default="auto",
+        choices=EXECUTORS,
+    )
+
+    def __post_init__(self) -> None:
+        check_choice("executor", self.executor, EXECUTORS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
     """The components' options side by side; each component gets its own part only."""
 
     model: ModelConfig
     cache: CacheConfig
     scheduler: SchedulerConfig
+    executor: ExecutorConfig
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
@@ -111,6 +142,7 @@ _PARTS: dict[str, type[Any]] = {
     "model": ModelConfig,
     "cache": CacheConfig,
     "scheduler": SchedulerConfig,
+    "executor": ExecutorConfig,
 }
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from concurrent.futures import Future
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -15,25 +16,27 @@ from typing import Any
 from routebook.engine.block_pool import BlockPool
 from routebook.engine.config import EngineConfig
 from routebook.engine.detokenizer import Detokenizer
-from routebook.engine.executor import InlineExecutor, ThreadExecutor
+from routebook.engine.executor import Executor, StepResult
+from routebook.engine.executor_choice import make_executor
 from routebook.engine.kv_cache_manager import KVCacheManager
-from routebook.engine.model_loader import LoadedModel, load_model, model_fingerprint
-from routebook.engine.model_runner import ModelRunner
+from routebook.engine.model_loader import load_tokenizer
 from routebook.engine.outputs import CompletionOutput, RequestOutput
 from routebook.engine.record_builder import build_record
 from routebook.engine.request import FinishReason, Request, RequestStatus
 from routebook.engine.sampling_params import SamplingParams
 from routebook.engine.scheduler import Scheduler
-from routebook.engine.step import ModelRunnerOutput, SchedulerOutput
-from routebook.engine.weights import Weights, check_weights, copy_weights, read_weights
+from routebook.engine.served_model import ServedModel
+from routebook.engine.step import SchedulerOutput
+from routebook.engine.weights import Weights
 from routebook.errors import (
-    ConfigError,
     IntegrityError,
     RequestError,
     SchemaMismatchError,
     SpanError,
+    UncapturableError,
+    WorkerError,
 )
-from routebook.ledger import RequestLedger
+from routebook.ledger import KVSlotLedger, Ledger, RequestLedger
 from routebook.routes import RoutedExperts, RouteSchema
 
 
@@ -82,23 +85,31 @@ class Engine:
         self, model: str | Any, config: EngineConfig, tokenizer: Any | None = None
     ) -> None:
         self.config = config
-        self.loaded: LoadedModel = load_model(model, tokenizer, config.model)
-        self.runner = ModelRunner(
-            self.loaded,
-            reference=config.model.reference,
-            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-        )
-        self.schema: RouteSchema = self.runner.capturer.schema
-        self.max_model_len = self._allocate()
+        self.executor: Executor = make_executor(model, config)
+        self.served: ServedModel = self.executor.start()
+        try:
+            self.tokenizer = tokenizer or load_tokenizer(model)
+        except BaseException:
+            self.executor.shutdown()
+            raise
         self.scheduler = self._make_scheduler()
-        ahead = config.scheduler.max_steps_in_flight
-        self._executor = ThreadExecutor(self.runner) if ahead > 1 else InlineExecutor(self.runner)
-        self._in_flight: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()
+        self._in_flight: deque[tuple[SchedulerOutput, StepResult]] = deque()
         self._random = random.Random(config.scheduler.base_seed)
         self._children: dict[str, _Child] = {}
         self._num_requests = 0
         self._ended: list[RequestOutput] = []
         self.is_paused = False
+        self._failure: WorkerError | None = None
+
+    @property
+    def schema(self) -> RouteSchema:
+        """Layers, experts and top-k of the model."""
+        return self.served.schema
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and completion at most."""
+        return self.served.max_model_len
 
     @property
     def has_work(self) -> bool:
@@ -111,9 +122,9 @@ class Engine:
         Raises:
             RequestError: the model has no tokenizer.
         """
-        if self.loaded.tokenizer is None:
+        if self.tokenizer is None:
             raise RequestError("the model has no tokenizer; give token ids instead of a text")
-        token_ids: list[int] = self.loaded.tokenizer.encode(prompt)
+        token_ids: list[int] = self.tokenizer.encode(prompt)
         return token_ids
 
     def check_request(self, token_ids: list[int], params: SamplingParams) -> None:
@@ -129,18 +140,18 @@ class Engine:
                 f"the prompt has {len(token_ids)} tokens; with max_model_len={self.max_model_len} it may have"
                 f" {self.max_model_len - 1} at most"
             )
-        vocabulary = range(self.loaded.vocab_size)
+        vocabulary = range(self.served.vocab_size)
         wrong = next((t for t in (*token_ids, *params.stop_token_ids) if t not in vocabulary), None)
         if wrong is not None:
             raise RequestError(
-                f"token id {wrong} lies outside the vocabulary of {self.loaded.vocab_size}"
+                f"token id {wrong} lies outside the vocabulary of {self.served.vocab_size}"
             )
         if params.routed_experts_prompt_start > len(token_ids):
             raise RequestError(
                 f"routed_experts_prompt_start={params.routed_experts_prompt_start} lies beyond the prompt of"
                 f" {len(token_ids)} tokens"
             )
-        if params.stop and self.loaded.tokenizer is None:
+        if params.stop and self.tokenizer is None:
             raise RequestError(
                 f"stop={list(params.stop)} needs a tokenizer, which the model has not"
             )
@@ -166,8 +177,8 @@ class Engine:
             raise RequestError(
                 "a record is continued whole; leave routed_experts=True, routed_experts_prompt_start=0"
             )
-        if forced:
-            self.runner.capturer.check_forcible()
+        if forced and self.served.unforcible is not None:
+            raise UncapturableError(self.served.unforcible)
 
     def add_request(
         self,
@@ -192,7 +203,9 @@ class Engine:
         Raises:
             RequestError: see :meth:`check_request`; nothing was queued.
             RecordError: see :meth:`check_continuation`; nothing was queued.
+            WorkerError: the worker has failed or was shut down; call `restart`.
         """
+        self._refuse_if_failed()
         self.check_request(token_ids, params)
         if earlier is not None:
             self.check_continuation(token_ids, params, earlier, forced)
@@ -210,11 +223,19 @@ class Engine:
         """Plan ahead as far as allowed, and take the results of the oldest step under way.
 
         Returns the prompts all of whose completions have ended since the last call; none while the engine is paused.
+
+        Raises:
+            WorkerError: the worker failed: once when it is noticed, and the next call returns all prompts that were
+                open, with what they have and the finish reason `ERROR`. After that the engine refuses work, with the
+                same error, until `restart`.
         """
-        if not self.is_paused and self.scheduler.has_work:
-            self._plan_ahead()
-        if self._in_flight:
-            self._take_results()
+        if not self._ended:
+            self._refuse_if_failed()
+        with self._failing_whole():
+            if not self.is_paused and self.scheduler.has_work:
+                self._plan_ahead()
+            if self._in_flight:
+                self._take_results()
         ended, self._ended = self._ended, []
         return ended
 
@@ -223,12 +244,7 @@ class Engine:
 
         Returns None when no such prompt is open.
         """
-        output: RequestOutput | None = None
-        for child_id, child in list(self._children.items()):
-            if child.group.request_id == request_id:
-                request = self.scheduler.requests[child_id]
-                self.scheduler.finish(request, FinishReason.ABORT)
-                output = self._close(request)
+        output = self._end_prompt(request_id, FinishReason.ABORT)
         self._drop_when_idle()
         return output
 
@@ -239,12 +255,12 @@ class Engine:
             mode: what becomes of open requests: `WAIT` runs them to their end first, `ABORT` ends them with what they
                 have, `KEEP` leaves them where they are. What ended is returned by the next `step`.
         """
-        if mode is PauseMode.WAIT:
-            while self.scheduler.has_work:
+        with self._failing_whole():
+            while mode is PauseMode.WAIT and self.scheduler.has_work:
                 self._plan_ahead()
                 self._take_results()
-        while self._in_flight:
-            self._take_results()
+            while self._in_flight:
+                self._take_results()
         if mode is PauseMode.ABORT:
             for group in {child.group.request_id for child in self._children.values()}:
                 output = self.abort(group)
@@ -272,13 +288,15 @@ class Engine:
 
         Raises:
             ModelError: the weights do not fit or are not there; then nothing has changed.
+            WorkerError: the worker failed; see :meth:`step`.
         """
-        weights = read_weights(source)
-        check_weights(self.loaded.model, weights)
-        was_paused = self.is_paused
-        self.pause(mode)
-        copy_weights(self.loaded.model, weights)
-        self.loaded = replace(self.loaded, fingerprint=model_fingerprint(self.loaded.model))
+        self._refuse_if_failed()
+        with self._failing_whole():
+            self.executor.stage_weights(source)
+            was_paused = self.is_paused
+            self.pause(mode)
+            fingerprint = self.executor.commit_weights()
+        self.served = replace(self.served, fingerprint=fingerprint)
         self.reset_prefix_cache()
         self.scheduler.weight_version += 1
         self.is_paused = was_paused
@@ -293,75 +311,111 @@ class Engine:
         self.scheduler.check_integrity()
         if set(self._children) != set(self.scheduler.requests):
             raise IntegrityError("completions and scheduled requests differ")
-        if not self.has_work:
-            self.runner.check_idle()
+        if not self.has_work and self._failure is None:
+            with self._failing_whole():
+                self.executor.check_idle()
 
     def shutdown(self) -> None:
-        """Stop the worker. Open requests get no answer; abort them first if they should."""
-        self._executor.shutdown()
+        """Stop the worker, and end open requests as when it fails. A second call does nothing."""
+        if self._failure is None:
+            self._fail(WorkerError("the engine was shut down; restart() starts it again"))
+
+    def restart(self) -> int:
+        """Start the worker afresh, after it failed or at any other time; returns the version of its weights.
+
+        Open requests end as when the worker fails, and no prefix is known any more. A worker in another process has
+        the weights again that the engine began with; where these are not those that were served last, which the
+        fingerprint tells, rows carry a new version. Call `update_weights` to go on from the old ones.
+
+        Raises:
+            RoutebookError: the worker does not start; the engine still stands still, and this can be called again.
+        """
+        self.shutdown()
+        served = self.executor.start()
+        version = self.scheduler.weight_version + (served.fingerprint != self.served.fingerprint)
+        self.served = served
+        self.scheduler = self._make_scheduler()
+        self.scheduler.weight_version = version
+        self._failure = None
+        self.is_paused = False
+        return version
+
+    def _refuse_if_failed(self) -> None:
+        if self._failure is not None:
+            raise type(self._failure)(str(self._failure))
+
+    @contextmanager
+    def _failing_whole(self) -> Iterator[None]:
+        """Let a failure of the worker inside end all open requests before it is raised."""
+        try:
+            yield
+        except WorkerError as error:
+            self._fail(error)
+            raise
+
+    def _fail(self, error: WorkerError) -> None:
+        """Stop the worker and end every open request; results of steps under way are lost."""
+        if self._failure is not None:
+            return
+        self._failure = error
+        self.executor.shutdown()
         self._in_flight.clear()
+        error.request_ids = tuple(
+            dict.fromkeys(child.group.request_id for child in self._children.values())
+        )
+        for request_id in error.request_ids:
+            output = self._end_prompt(request_id, FinishReason.ERROR, str(error))
+            self._ended += [] if output is None else [output]
+        self.scheduler.take_dropped()
 
     def _plan_ahead(self) -> None:
         while len(self._in_flight) < self.config.scheduler.max_steps_in_flight:
             plan = self.scheduler.schedule()
             if plan is None:
                 break
-            self._in_flight.append((plan, self._executor.submit(plan)))
+            self._in_flight.append((plan, self.executor.submit(plan)))
         assert self._in_flight, "work waits, but nothing could be planned"
 
     def _take_results(self) -> None:
         """Wait for the oldest step under way and give its results to the requests."""
-        plan, future = self._in_flight.popleft()
-        for request in self.scheduler.update_from_output(plan, future.result()):
+        plan, future = self._in_flight[0]
+        # An interrupt from the keyboard while this waits leaves the step where it is.
+        output = future.result()
+        self._in_flight.popleft()
+        for request in self.scheduler.update_from_output(plan, output):
             self._detokenize(request)
             if request.status is RequestStatus.FINISHED:
-                output = self._close(request)
-                self._ended += [] if output is None else [output]
+                ended = self._close(request)
+                self._ended += [] if ended is None else [ended]
         self._drop_when_idle()
 
     def _drop_when_idle(self) -> None:
         """Finished requests are told to the worker with the next step, unless there is none."""
-        if not self.scheduler.has_work and not self._in_flight:
-            self.runner.drop(self.scheduler.take_dropped())
-
-    def _allocate(self) -> int:
-        """Size the pool; returns the longest sequence."""
-        cache, scheduler = self.config.cache, self.config.scheduler
-        limit = self.loaded.max_model_len
-        if scheduler.max_model_len is not None and scheduler.max_model_len > limit:
-            raise ConfigError(
-                f"max_model_len={scheduler.max_model_len} exceeds the model's limit of {limit} tokens"
-            )
-        wanted = scheduler.max_model_len or limit
-        num_blocks = self.runner.num_blocks(cache, scheduler.max_num_seqs, wanted)
-        max_model_len = min(wanted, num_blocks * cache.block_size)
-        if scheduler.max_model_len is not None and max_model_len < wanted:
-            raise ConfigError(
-                f"max_model_len={wanted} needs more than {num_blocks} KV blocks of {cache.block_size} tokens;"
-                " raise num_blocks or kv_cache_gib"
-            )
-        self.num_blocks = num_blocks
-        self.runner.allocate(num_blocks, cache.block_size, scheduler.max_num_seqs, max_model_len)
-        return max_model_len
+        if not self.scheduler.has_work and not self._in_flight and self._failure is None:
+            self.executor.drop(self.scheduler.take_dropped())
 
     def _make_scheduler(self) -> Scheduler:
         cache = self.config.cache
-        ledger = RequestLedger(self.schema, cache.block_size)
+        ledger: Ledger = RequestLedger(self.schema, cache.block_size)
+        if cache.ledger == "slot":
+            ledger = KVSlotLedger(self.schema, cache.block_size, self.served.num_blocks)
         # The state of a recurrent layer is not in the KV blocks, so such a prefix cannot be shared.
-        caching = cache.prefix_caching and self.runner.mixers is None
-        manager = KVCacheManager(BlockPool(self.num_blocks), cache.block_size, ledger, caching)
+        caching = cache.prefix_caching and not self.served.is_recurrent
+        manager = KVCacheManager(
+            BlockPool(self.served.num_blocks), cache.block_size, ledger, caching
+        )
         return Scheduler(
             self.config.scheduler,
             manager,
             ledger,
-            eos_token_ids=self.loaded.eos_token_ids,
+            eos_token_ids=self.served.eos_token_ids,
         )
 
     def _add_child(
         self, group: _Group, index: int, seed: int, earlier: RoutedExperts | None, forced: bool
     ) -> None:
         child_id = f"{group.request_id}.{index}"
-        tokenizer = self.loaded.tokenizer
+        tokenizer = self.tokenizer
         detokenizer = Detokenizer(tokenizer, group.params.stop) if tokenizer is not None else None
         self._children[child_id] = _Child(group, index, detokenizer)
         self.scheduler.add(
@@ -391,6 +445,18 @@ class Engine:
             request.finish_reason, request.stop_reason = FinishReason.STOP, stop_text
         else:
             self.scheduler.finish(request, FinishReason.STOP, stop_text)
+
+    def _end_prompt(
+        self, request_id: str, reason: FinishReason, stop_reason: str | None = None
+    ) -> RequestOutput | None:
+        """End all open completions of a prompt with what they have; None when it has none."""
+        output: RequestOutput | None = None
+        for child_id, child in list(self._children.items()):
+            if child.group.request_id == request_id:
+                request = self.scheduler.requests[child_id]
+                self.scheduler.finish(request, reason, stop_reason)
+                output = self._close(request)
+        return output
 
     def _close(self, request: Request) -> RequestOutput | None:
         """Make the completion's output; returns the prompt's when it was the last one."""

@@ -1,4 +1,4 @@
-"""Who runs the worker: this thread, or one beside it.
+"""Who runs the worker: this thread, one beside it, or a process of its own.
 
 Steps run one after the other in the order they were submitted, whoever runs them.
 """
@@ -7,46 +7,140 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
 
 import torch
 
-from routebook.engine.model_runner import ModelRunner
+from routebook.engine.config import EngineConfig
+from routebook.engine.served_model import ServedModel
 from routebook.engine.step import ModelRunnerOutput, SchedulerOutput
+from routebook.engine.weights import Weights
+from routebook.engine.worker import Worker
+
+
+class StepResult(Protocol):
+    """Results of a submitted step, once they are there."""
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for the step. An interrupted wait can be repeated.
+
+        Raises:
+            WorkerError: the step failed, or its worker ended.
+        """
 
 
 class Executor(ABC):
-    """Runs steps on a worker."""
+    """Runs a worker. Whatever fails in it beyond a caller's mistake is raised as a WorkerError."""
 
     @abstractmethod
-    def submit(self, step: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        """Queue a step behind those submitted before."""
+    def start(self) -> ServedModel:
+        """Start the worker; after `shutdown` or a failure, start afresh. No request is known to it then.
+
+        Raises:
+            ModelError: the model cannot be used; the message says why.
+            ConfigError: the options do not fit the model or each other.
+        """
+
+    @abstractmethod
+    def submit(self, step: SchedulerOutput) -> StepResult:
+        """Queue a step behind those submitted before.
+
+        Raises:
+            WorkerError: the step failed at once.
+        """
+
+    @abstractmethod
+    def drop(self, request_ids: list[str]) -> None:
+        """Let the worker forget requests, while no step is under way."""
+
+    @abstractmethod
+    def check_idle(self) -> None:
+        """Let the worker recount what it holds, while no request lives.
+
+        Raises:
+            IntegrityError: it holds something.
+        """
+
+    @abstractmethod
+    def stage_weights(self, source: str | Weights) -> None:
+        """Let the worker read and check new weights; steps may be under way.
+
+        Raises:
+            ModelError: the weights do not fit or are not there.
+        """
+
+    @abstractmethod
+    def commit_weights(self) -> str:
+        """Let the worker use the staged weights, while no step is under way; returns their fingerprint."""
 
     @abstractmethod
     def shutdown(self) -> None:
         """Wait for what runs, drop what is queued, and stop. A second call does nothing."""
 
 
-class InlineExecutor(Executor):
+class LocalExecutor(Executor):
+    """Runs a worker of this process.
+
+    Args:
+        model: a folder, a hub id, a bundled name, or a transformers model.
+        config: options of the engine's components.
+    """
+
+    def __init__(self, model: str | Any, config: EngineConfig) -> None:
+        self._model = model
+        self._config = config
+        self._worker: Worker | None = None
+
+    @property
+    def worker(self) -> Worker:
+        """The worker, once started."""
+        assert self._worker is not None, "the worker was not started"
+        return self._worker
+
+    def start(self) -> ServedModel:
+        """Load the model; the second time the worker only forgets all requests, and keeps its weights."""
+        if self._worker is None:
+            self._worker = Worker(self._model, self._config)
+        else:
+            self._worker.reset()
+        return self._worker.describe()
+
+    def drop(self, request_ids: list[str]) -> None:
+        """See :meth:`Executor.drop`."""
+        self.worker.drop(request_ids)
+
+    def check_idle(self) -> None:
+        """See :meth:`Executor.check_idle`."""
+        self.worker.check_idle()
+
+    def stage_weights(self, source: str | Weights) -> None:
+        """See :meth:`Executor.stage_weights`."""
+        self.worker.stage_weights(source)
+
+    def commit_weights(self) -> str:
+        """See :meth:`Executor.commit_weights`."""
+        return self.worker.commit_weights()
+
+
+class InlineExecutor(LocalExecutor):
     """Runs each step at once, in the caller's thread."""
 
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
-
-    def submit(self, step: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        """Run the step; the future is done, or the step's error is raised here."""
+    def submit(self, step: SchedulerOutput) -> StepResult:
+        """Run the step; the result is there, or the step's error is raised here."""
         future: Future[ModelRunnerOutput] = Future()
-        future.set_result(self._runner.execute(step))
+        future.set_result(self.worker.execute(step))
         return future
 
     def shutdown(self) -> None:
         """Nothing runs between calls."""
 
 
-class ThreadExecutor(Executor):
+class ThreadExecutor(LocalExecutor):
     """Runs steps in a thread of their own, so that the next one can be planned meanwhile."""
 
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
+    def start(self) -> ServedModel:
+        """Start the thread."""
+        served = super().start()
         # A new thread does not inherit the number of threads that torch was told to use.
         self._pool = ThreadPoolExecutor(
             max_workers=1,
@@ -54,10 +148,11 @@ class ThreadExecutor(Executor):
             initializer=torch.set_num_threads,
             initargs=(torch.get_num_threads(),),
         )
+        return served
 
-    def submit(self, step: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        """Queue the step; its error is raised by the future's `result`."""
-        return self._pool.submit(lambda: self._runner.execute(step))
+    def submit(self, step: SchedulerOutput) -> StepResult:
+        """Queue the step; its error is raised by the result."""
+        return self._pool.submit(lambda: self.worker.execute(step))
 
     def shutdown(self) -> None:
         """Stop the thread once the step that runs has ended."""

@@ -48,6 +48,7 @@ class KVCacheManager:
         request.num_computed_tokens = num_hit_tokens
         request.num_named_blocks = len(hits)
         self._ledger.share(request.request_id, request.block_hashes[: len(hits)])
+        self._ledger.assign(request.request_id, hits)
         self._append_blocks(request, needed)
         return num_new_tokens
 
@@ -133,8 +134,11 @@ class KVCacheManager:
         return -(-num_tokens // self.block_size)
 
     def _append_blocks(self, request: Request, count: int) -> list[int]:
+        if count <= 0:
+            return []
         block_ids, evicted = self.pool.allocate(count)
         if evicted:
             self._ledger.withdraw(evicted)
+        self._ledger.assign(request.request_id, block_ids)
         request.block_ids += block_ids
         return block_ids

@@ -42,7 +42,7 @@ class KVPool:
         self.device = device
         self._block_size = block_size
         self._shapes = shapes
-        # Zeros, not empty: a masked slot has weight zero, and zero times an old NaN would still be NaN.
+        # Zeros, not empty: see `clear`.
         self._slots = {
             layer: torch.zeros(
                 num_blocks * block_size,
@@ -59,6 +59,16 @@ class KVPool:
     ) -> None:
         """Store a step's keys and values of one layer."""
         self._slots[layer].index_copy_(0, slots_T, torch.cat((key_TGD, value_TGV), dim=-1))
+
+    def clear(self, block_ids: list[int]) -> None:
+        """Zero blocks that are handed out anew.
+
+        Slots that the new owner has not written yet are masked, but a mask only adds to scores and scales values:
+        what an old owner left there may be NaN, and would stay NaN.
+        """
+        blocks = torch.tensor(block_ids, device=self.device)
+        for slots in self._slots.values():
+            slots.view(-1, self._block_size, *slots.shape[1:]).index_fill_(0, blocks, 0)
 
     def read_blocks(self, layer: int, blocks_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys `[N * block_size, G, D]` and values `[N * block_size, G, V]` of whole blocks, in this order."""

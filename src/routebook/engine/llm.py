@@ -43,7 +43,7 @@ class LLM:
     @property
     def fingerprint(self) -> str:
         """Tells these weights from others; see `model_fingerprint`."""
-        return self.engine.loaded.fingerprint
+        return self.engine.served.fingerprint
 
     def generate(
         self,
@@ -111,6 +111,10 @@ class LLM:
     def shutdown(self) -> None:
         """Stop the worker; see :meth:`Engine.shutdown`."""
         self.engine.shutdown()
+
+    def restart(self) -> int:
+        """Start the worker again, after a failure for instance; see :meth:`Engine.restart`."""
+        return self.engine.restart()
 
     def check_integrity(self) -> None:
         """Recount blocks and rows; see :meth:`Engine.check_integrity`."""

@@ -29,7 +29,6 @@ class LoadedModel:
 
     model: Any
     """The transformers model, in evaluation mode."""
-    tokenizer: Any | None
     name: str
     fingerprint: str
     vocab_size: int
@@ -39,13 +38,12 @@ class LoadedModel:
     dtype: torch.dtype
 
 
-def load_model(model: str | Any, tokenizer: Any | None, config: ModelConfig) -> LoadedModel:
+def load_model(model: str | Any, config: ModelConfig) -> LoadedModel:
     """Load a model by name, or take one that is in memory, and prepare it for the engine.
 
     Args:
         model: a folder, a hub id, the name of a bundled model, or a transformers model. A model that is in memory is
             changed: it is moved, cast and set to the paged attention function.
-        tokenizer: overrides the model's own; a model in memory has none otherwise.
         config: number format and device.
 
     Raises:
@@ -56,12 +54,14 @@ def load_model(model: str | Any, tokenizer: Any | None, config: ModelConfig) -> 
     register_attention()
     name = model if isinstance(model, str) else type(model).__name__
     if isinstance(model, str):
-        path = resolve_model(model)
-        model = load_pretrained(path, config.dtype)
-        tokenizer = tokenizer or _load_tokenizer(path)
+        # The reference mode is exact in what it compares; a checkpoint in bfloat16 is widened for it.
+        dtype = "float32" if config.reference and config.dtype == "auto" else config.dtype
+        model = load_pretrained(resolve_model(model), dtype)
     elif config.dtype != "auto":
         model = model.to(_DTYPES[config.dtype])
     _check_decoder(model)
+    if config.reference and model.dtype not in (torch.float32, torch.float64):
+        raise ConfigError(f"reference=True needs float32 or float64, the model is in {model.dtype}")
     # The reference mode is one of the CPU, also where there is a GPU.
     model = model.to(pick_device("cpu" if config.reference else config.device)).eval()
     model.set_attn_implementation(ATTENTION_NAME)
@@ -69,7 +69,6 @@ def load_model(model: str | Any, tokenizer: Any | None, config: ModelConfig) -> 
     text_config = model.config.get_text_config(decoder=True)
     return LoadedModel(
         model=model,
-        tokenizer=tokenizer,
         name=name,
         fingerprint=model_fingerprint(model),
         vocab_size=int(text_config.vocab_size),
@@ -133,8 +132,14 @@ def _set_experts(model: Any, config: ModelConfig) -> None:
         model.set_experts_implementation(EXPERTS_NAME)
 
 
-def _load_tokenizer(path: str) -> Any | None:
-    """The model's tokenizer, or None when the folder has none: token ids then go in and come out."""
+def load_tokenizer(model: str | Any) -> Any | None:
+    """The model's tokenizer, or None when it has none: token ids then go in and come out.
+
+    A model in memory has none, and neither has a folder without tokenizer files.
+    """
+    if not isinstance(model, str):
+        return None
+    path = resolve_model(model)
     folder = Path(path)
     if folder.is_dir() and not any(folder.glob("tokenizer*")):
         return None

@@ -81,7 +81,14 @@ class ModelRunner:
             dtype=self.loaded.dtype,
             device=self.loaded.device,
         )
-        self._batch = InputBatch(max_num_seqs, max_model_len, block_size)
+        self._batch_sizes = (max_num_seqs, max_model_len, block_size)
+        self._batch = InputBatch(*self._batch_sizes)
+
+    def reset(self) -> None:
+        """Forget all requests and states, also those of a step that failed half-way."""
+        self._batch = InputBatch(*self._batch_sizes)
+        if self.mixers is not None:
+            self.mixers.reset()
 
     def drop(self, request_ids: list[str]) -> None:
         """Forget requests, with their recurrent states."""
@@ -110,6 +117,7 @@ class ModelRunner:
         assert self._batch is not None
         self.drop(step.dropped_request_ids)
         self._batch.update(step)
+        self._clear_new_blocks(step)
         inputs = self._batch.inputs(step)
         forward = self._forward_by_token if self._reference else self._forward
         logits_RV, captured = forward(inputs, capture=step.capture)
@@ -127,6 +135,17 @@ class ModelRunner:
             logprobs=logprobs,
             side=SideOutputs(routed_experts=rows.tolists() if rows is not None else None),
         )
+
+    def _clear_new_blocks(self, step: SchedulerOutput) -> None:
+        """Wipe what old owners left in the blocks that the step hands out; shared ones stay as they are."""
+        assert self._pool is not None
+        assert self._batch is not None
+        new = [block for blocks in step.new_block_ids.values() for block in blocks]
+        for request in step.new_requests:
+            num_shared = step.num_computed_tokens[request.request_id] // self._batch.block_size
+            new += request.block_ids[num_shared:]
+        if new:
+            self._pool.clear(new)
 
     def _forward(
         self, inputs: StepInputs, *, capture: bool

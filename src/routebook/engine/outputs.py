@@ -20,7 +20,7 @@ class CompletionOutput:
     """All generated tokens, those of a stop text and the end-of-sequence token included."""
     finish_reason: FinishReason
     stop_reason: int | str | None
-    """The stop token id or stop text that ended it."""
+    """The stop token id or stop text that ended it; the message of the error that did."""
     logprobs: tuple[TokenLogprobs, ...] | None
     """One per generated token, if asked for."""
     routed_experts: RoutedExperts | None

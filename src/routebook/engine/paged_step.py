@@ -19,6 +19,8 @@ from routebook.engine.attention import AttentionCall
 from routebook.engine.input_batch import IntArray, StepInputs
 from routebook.engine.kv_pool import KVPool
 
+_MOST_PADDING = 2
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -28,7 +30,7 @@ class Group:
     """Their rows in the step; None when the group is the whole step, in order."""
     positions_Bn: torch.Tensor
     blocks_BN: torch.Tensor
-    """Blocks of the whole context; entries past a sequence's end point anywhere and are masked."""
+    """Blocks of the whole context; entries past a sequence's end repeat its first block and are masked."""
 
 
 class PagedStep:
@@ -98,8 +100,12 @@ class PagedStep:
         first_rows_B = (inputs.counts_R.cumsum() - inputs.counts_R)[requests_B]
         offsets_n = np.arange(inputs.counts_R[requests_B[0]])
         starts_B = inputs.starts_R[requests_B]
-        num_blocks = -(-(int(starts_B.max()) + len(offsets_n)) // self.block_size)
-        blocks_BN = self._block_table[inputs.rows_R[requests_B], :num_blocks]
+        num_blocks_B = -(-(starts_B + len(offsets_n)) // self.block_size)
+        places_N = np.arange(num_blocks_B.max())
+        blocks_BN = self._block_table[inputs.rows_R[requests_B], : len(places_N)]
+        # A sequence that ends earlier is padded with its own first block: its mask hides numbers, but not a NaN,
+        # and another request's blocks may hold one.
+        blocks_BN = np.where(places_N < num_blocks_B[:, None], blocks_BN, blocks_BN[:, :1])
         is_whole = len(requests_B) == len(inputs.request_ids)
         return Group(
             rows_Bn=None if is_whole else self._tensor(first_rows_B[:, None] + offsets_n),
@@ -112,12 +118,14 @@ class PagedStep:
 
 
 def _group_requests(inputs: StepInputs) -> list[IntArray]:
-    """Indices of the requests with equally many tokens and, for prompts, contexts of about the same length."""
-    if len(inputs.token_ids_T) == len(inputs.request_ids):
-        return [np.arange(len(inputs.request_ids))]
+    """Indices of the requests with equally many tokens and contexts that are not too far apart."""
     contexts_R = inputs.starts_R + inputs.counts_R
-    # Powers of two: a short prompt is padded to less than twice its context.
-    scale_R = np.where(inputs.counts_R > 1, np.ceil(np.log2(contexts_R)), 0)
+    # A group is padded to its longest context. Powers of two bound the waste to less than half, also when one
+    # long sequence runs beside many short ones; as long as it is small anyway, one group is faster than several.
+    is_even = contexts_R.max() * len(contexts_R) <= _MOST_PADDING * contexts_R.sum()
+    if is_even and len(inputs.token_ids_T) == len(contexts_R):
+        return [np.arange(len(contexts_R))]
+    scale_R = np.ceil(np.log2(contexts_R))
     kinds, kind_R = np.unique(np.stack([inputs.counts_R, scale_R]), axis=1, return_inverse=True)
     return [np.flatnonzero(kind_R == kind) for kind in range(kinds.shape[1])]
 

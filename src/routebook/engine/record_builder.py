@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from routebook.engine.request import Request
 from routebook.ledger.base import Ledger
 from routebook.routes import RoutedExperts
+from routebook.routes.provenance import rows_of_provenance
 
 
 def build_record(ledger: Ledger, request: Request) -> RoutedExperts | None:
@@ -17,12 +20,26 @@ def build_record(ledger: Ledger, request: Request) -> RoutedExperts | None:
     if request.earlier is None:
         start = min(request.params.routed_experts_prompt_start, request.num_rows)
         return _read(ledger, request, start)
-    # The rows of the run before are those that its tokens were sampled with; only what follows is new.
-    earlier = request.earlier
-    return (
-        earlier.append(_read(ledger, request, earlier.stop))
-        if earlier.stop < request.num_rows
-        else earlier
+    return _continued(ledger, request, request.earlier)
+
+
+def _continued(ledger: Ledger, request: Request, earlier: RoutedExperts) -> RoutedExperts:
+    """The rows of the run before, which its tokens were sampled with; where it has none, those of this run."""
+    rows = ledger.read(request.request_id, earlier.start, max(request.num_rows, earlier.stop))
+    ids_TLK, origin_T, version_T = rows.ids_TLK, rows.origin_T, rows.version_T
+    old_origin_T, old_version_T = rows_of_provenance(
+        earlier.provenance, earlier.start, earlier.num_rows
+    )
+    valid_T = np.flatnonzero(earlier.valid_T)
+    ids_TLK[valid_T] = earlier.ids_TLK[valid_T]
+    origin_T[valid_T], version_T[valid_T] = old_origin_T[valid_T], old_version_T[valid_T]
+    return RoutedExperts.from_rows(
+        ledger.schema,
+        ids_TLK,
+        request.token_ids,
+        start=earlier.start,
+        origin_T=origin_T,
+        version_T=version_T,
     )
 
 

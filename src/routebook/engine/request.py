@@ -25,6 +25,8 @@ class FinishReason(Enum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    ERROR = "error"
+    """The worker failed."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

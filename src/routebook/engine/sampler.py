@@ -51,7 +51,10 @@ def sample(
 def probabilities(logits_BV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """Distribution `[B, V]` after temperature, then min-p, top-k and top-p, each on what the ones before left."""
     temperature = _column([p.temperature for p in params], logits_BV)
-    probs = torch.softmax(logits_BV.float() / temperature, dim=-1)
+    logits_BV = logits_BV.float()
+    # Relative to the greatest, so that no temperature makes them overflow.
+    logits_BV = logits_BV - logits_BV.amax(dim=-1, keepdim=True)
+    probs = torch.softmax(logits_BV / temperature, dim=-1)
     if all(p.top_k == 0 and p.top_p == 1.0 and p.min_p == 0.0 for p in params):
         return probs
     sorted_BV, order_BV = probs.sort(dim=-1, descending=True, stable=True)
@@ -99,7 +102,9 @@ def _invert(probs_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
     """First token whose cumulative probability exceeds the uniform share of the total."""
     cumulative = probs_BV.cumsum(dim=-1)
     target = uniform_B[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, target, right=True)[:, 0]
+    chosen_B = torch.searchsorted(cumulative, target, right=True)[:, 0]
+    # Beyond the last token where the logits are NaN: such a model chooses nothing, but must not harm others.
+    return chosen_B.clamp_(max=probs_BV.shape[-1] - 1)
 
 
 def _logprobs(

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_type_hints
+
+import msgspec
 
 from routebook.config import option
 from routebook.errors import RequestError
+
+_MOST_COMPLETIONS = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,10 +47,18 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
+        self._check_types()
         object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         self._check_counts()
         self._check_shares()
+
+    def _check_types(self) -> None:
+        for name, hint in get_type_hints(type(self)).items():
+            try:
+                msgspec.convert(getattr(self, name), type=hint)
+            except msgspec.ValidationError as error:
+                raise RequestError(f"{name}={getattr(self, name)!r}: {error}") from error
 
     def _check_counts(self) -> None:
         least = {
@@ -57,6 +70,8 @@ class SamplingParams:
         for name, bound in least.items():
             if getattr(self, name) < bound:
                 raise RequestError(f"{name}={getattr(self, name)} must be at least {bound}")
+        if self.n > _MOST_COMPLETIONS:
+            raise RequestError(f"n={self.n} must be at most {_MOST_COMPLETIONS}; ask several times")
         if self.logprobs is not None and self.logprobs < 0:
             raise RequestError(f"logprobs={self.logprobs} must be at least 0, or unset for none")
         if self.seed is not None and not 0 <= self.seed < 2**63:

@@ -145,7 +145,7 @@ class Scheduler:
     def release(self, request: Request) -> None:
         """The answer of a finished request has been made: forget it and its rows."""
         assert request.status is RequestStatus.FINISHED, "release a request that still runs"
-        aborted = request.finish_reason is FinishReason.ABORT
+        aborted = request.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
         reason = ReleaseReason.ABORTED if aborted else ReleaseReason.FINISHED
         self.ledger.release(request.request_id, reason)
         del self.requests[request.request_id]

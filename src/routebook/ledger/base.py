@@ -182,7 +182,8 @@ class Ledger(ABC):
         Raises:
             LedgerError: no such request. A ledger that keeps its rows by KV block also refuses a block that the
                 pool does not have, one that occurs twice, one that is not the block published under the hash by
-                which it was shared, and, in `publish` and `store_batch`, a block that was never assigned.
+                which it was shared; in `share`, a run that has blocks already; and in `publish` and `store_batch` a
+                block that was never assigned.
         """
 
     @abstractmethod

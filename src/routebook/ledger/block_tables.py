@@ -25,10 +25,8 @@ class BlockTables:
     def __init__(self, rows: int, blocks: int = 64) -> None:
         self.lease_NM: Index = np.full((rows, blocks), NO_LEASE, np.int64)
         """Block of the current run, as the lease under which its rows are read and, behind the hits, written."""
-        self.borrowed_NM: Index = self.lease_NM.copy()
-        """The lease taken from the prefix cache in the first run that took one; it stays for life."""
-        self.borrowed_run_NM: Index = np.zeros((rows, blocks), np.int64)
-        """The run that took it."""
+        self.borrowed_NM: npt.NDArray[np.bool_] = np.zeros((rows, blocks), np.bool_)
+        """Blocks that this run or an earlier one took from the prefix cache, with rows."""
         self.prompt_N: Column = np.zeros(rows, np.int64)
         """Prompt tokens of the request."""
         self.run_N: Column = np.zeros(rows, np.int64)
@@ -61,7 +59,7 @@ class BlockTables:
     def remove(self, row: int) -> None:
         """Empty a row and give it back."""
         self._empty(row)
-        self.borrowed_NM[row] = NO_LEASE
+        self.borrowed_NM[row] = False
         self._unused.append(row)
 
     def reach(self, num_blocks: int) -> None:
@@ -84,7 +82,6 @@ class BlockTables:
         self._unused.extend(range(2 * rows - 1, rows - 1, -1))
 
     def _pad(self, rows: int, blocks: int) -> None:
-        tables = (self.lease_NM, self.borrowed_NM, self.borrowed_run_NM)
-        self.lease_NM, self.borrowed_NM, self.borrowed_run_NM = (
-            np.pad(table, ((0, rows), (0, blocks)), constant_values=NO_LEASE) for table in tables
-        )
+        more = ((0, rows), (0, blocks))
+        self.lease_NM = np.pad(self.lease_NM, more, constant_values=NO_LEASE)
+        self.borrowed_NM = np.pad(self.borrowed_NM, more)

@@ -101,13 +101,13 @@ class KVSlotLedger(Ledger):
     def share(self, request_id: str, block_hashes: Sequence[bytes]) -> None:
         """Take leading blocks from the prefix cache; see :meth:`Ledger.share`."""
         row, tables, count = self._row(request_id), self._tables, len(block_hashes)
+        if tables.assigned_N[row]:
+            raise LedgerError(f"{request_id!r} has blocks already in this run; share before assign")
         tables.reach(count)
         tables.hits_N[row] = count
         lease_M = np.array([self._find(h) for h in block_hashes], np.int64)
         tables.lease_NM[row, :count] = lease_M
-        first_M = (tables.borrowed_NM[row, :count] == NO_LEASE) & (lease_M != NO_LEASE)
-        tables.borrowed_NM[row, :count][first_M] = lease_M[first_M]
-        tables.borrowed_run_NM[row, :count][first_M] = tables.run_N[row]
+        tables.borrowed_NM[row, :count] |= lease_M != NO_LEASE
 
     def assign(self, request_id: str, block_ids: Sequence[int]) -> None:
         """Extend the block table, and lease what the pool handed out; see :meth:`Ledger.assign`."""
@@ -180,7 +180,8 @@ class KVSlotLedger(Ledger):
         for s in np.flatnonzero(hit_S).tolist():
             self._keep(step, segments.pick(np.array([s])), int(row_S[s]), int(prompt_S[s]))
         known_S = (lease_S != NO_LEASE) & ~hit_S
-        self._write(step, segments.pick(known_S), lease_S[known_S], prompt_S[known_S])
+        if known_S.any():
+            self._write(step, segments.pick(known_S), lease_S[known_S], prompt_S[known_S])
 
     def read(self, request_id: str, start: int, stop: int) -> RowRange:
         """Copy rows of a living request; see :meth:`Ledger.read`."""
@@ -415,26 +416,10 @@ class KVSlotLedger(Ledger):
             for s, lease in enumerate(lease_S.tolist()):
                 if lease in self._cache.waiting:
                     one = segments.pick(np.array([s]))
-                    self._cache.refresh_pending(lease, self._arrived(step, one, lease, prompt_S[s]))
+                    self._cache.refresh_pending(lease, self._rows_of(step, one, int(prompt_S[s])))
+                    if lease not in self._cache.waiting:
+                        self._forget_late([lease])
         self._late.forget_chunks(lease_S[self._slots.complete(lease_S)] if self._late else [])
-
-    def _arrived(
-        self, step: StepRows, segment: StepSegments, lease: int, prompt_tokens: int
-    ) -> RowRange:
-        """What came for a block: from its slots, or from the step if the block has another owner by now."""
-        block, size = int(segment.block_S[0]), self.block_size
-        lease_M = np.array([lease])
-        if self._slots.holds(lease_M)[0]:
-            ids_TLK, origin_T, version_T = self._slots.get(lease_M, block)
-            return RowRange(
-                start=block * size, ids_TLK=ids_TLK, origin_T=origin_T, version_T=version_T
-            )
-        rows = self._rows_of(step, segment, prompt_tokens)
-        at = slice(int(segment.offset_S[0]), int(segment.offset_S[0] + segment.length_S[0]))
-        ids_TLK = np.zeros(self.schema.shape(size), self.schema.dtype)
-        origin_T, version_T = np.zeros(size, np.uint8), np.zeros(size, np.uint32)
-        ids_TLK[at], origin_T[at], version_T[at] = rows.ids_TLK, rows.origin_T, rows.version_T
-        return RowRange(start=block * size, ids_TLK=ids_TLK, origin_T=origin_T, version_T=version_T)
 
     def _rows_of(self, step: StepRows, segment: StepSegments, prompt_tokens: int) -> RowRange:
         source, length = int(segment.source_S[0]), int(segment.length_S[0])
@@ -457,16 +442,12 @@ class KVSlotLedger(Ledger):
             self._cache.keep(request_id, rows)
 
     def _read_slots(self, row: int, first: int, last: int) -> RowRange:
-        """The rows of blocks `[first, last)` in the slots of the current run; shared ones as far as borrowed."""
+        """The rows of blocks `[first, last)` in the slots of the current run, its own and shared ones."""
         tables, size = self._tables, self.block_size
         lease_M = np.full(last - first, NO_LEASE, np.int64)
         known = tables.lease_NM[row, first:last]
         lease_M[: len(known)] = known
         num_hits = min(max(int(tables.hits_N[row]) - first, 0), len(lease_M))
-        if num_hits:
-            # Another's block stands in for one that was borrowed before and whose rows are on the way.
-            other = lease_M[:num_hits] != tables.borrowed_NM[row, first : first + num_hits]
-            lease_M[:num_hits][other] = NO_LEASE
         ids_TLK, origin_T, version_T = self._slots.get(lease_M, first)
         shared_T = origin_T[: num_hits * size]
         shared_T[shared_T != Origin.ABSENT] = Origin.PREFIX_CACHE
@@ -484,15 +465,15 @@ class KVSlotLedger(Ledger):
         tables = self._tables
         pending: dict[int, PendingBlock] = {}
         for block, lease in self._lacking(row):
-            borrowed = int(tables.borrowed_NM[row, block])
-            if block >= tables.hits_N[row]:
-                beats_shared = borrowed == NO_LEASE
-                pending[lease] = PendingBlock(block, own=True, beats_shared=beats_shared)
-                self._expect_late(request_id, row, block, lease)
-            elif borrowed == lease:
-                pending[lease] = PendingBlock(block, own=False)
+            own = block >= int(tables.hits_N[row])
+            # An own block was taken from the prefix cache before this run, or will be after it.
+            beats_shared = own and not tables.borrowed_NM[row, block]
+            pending[lease] = PendingBlock(block, own=own, beats_shared=beats_shared)
         count = int(max(tables.assigned_N[row], tables.hits_N[row]))
         self._cache.capture(request_id, self._read_slots(row, 0, count), pending)
+        for lease, note in pending.items():
+            if note.own and (lease in self._cache.waiting or self._is_named(lease)):
+                self._expect_late(request_id, row, note.block, lease)
 
     def _expect_late(self, request_id: str, row: int, block: int, lease: int) -> None:
         tables = self._tables

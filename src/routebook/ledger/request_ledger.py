@@ -277,9 +277,11 @@ class RequestLedger(Ledger):
         `next_N`; a step of decodes that finds its chunks untouched sets it, see :meth:`_find_next`.
         """
         table = self._table
-        if self._late or step.runs_R is not None or len(step.ids_TLK) != len(row_R):
+        if not len(row_R) or len(step.ids_TLK) != len(row_R) or step.counts_R.max() != 1:
             return False
-        if not len(row_R) or row_R.min() < 0 or step.counts_R.max() != 1:
+        if row_R.min() < 0 or self._late.involves(step.request_ids):
+            return False
+        if step.runs_R is not None and (step.runs_R != table.run_N[row_R]).any():
             return False
         if not (table.next_N[row_R] == step.starts_R).all() and not self._find_next(step, row_R):
             return False
@@ -325,6 +327,8 @@ class RequestLedger(Ledger):
     def _chunk_of_run(self, row: int, block: int) -> int:
         """The chunk that gets, or would get, every row that the current run computes for a block."""
         table, run = self._table, self._table.run_N[row]
+        if table.own_NM[row, block] >= 0 and table.home_NM[row, block] == run:
+            return int(table.own_NM[row, block])
         where = np.array([row]), np.array([block])
         self._allocate_own(*where, np.array([run]))
         if table.home_NM[row, block] == run:

@@ -34,6 +34,8 @@ from routebook.routes.schema import RouteSchema
 _Tag = TypeVar("_Tag", bound=np.generic)
 
 NO_LEASE = -1
+_FEW_ROWS = 512
+"""Below, one indexed copy costs less than looking for spans."""
 _BLOCK_BITS = 32
 _BLOCK_MASK = (1 << _BLOCK_BITS) - 1
 
@@ -115,8 +117,7 @@ class RoutedExpertsManager:
         """
         open_T = self._present(leases_T) == leases_T
         open_T &= self._lease[slots_T] != leases_T
-        row = f"V{self.schema.row_nbytes}"
-        rows_T = ids_TLK.reshape(len(ids_TLK), -1).view(row)
+        rows_T = ids_TLK.reshape(-1).view(f"V{self.schema.row_nbytes}")
         if not open_T.all():
             slots_T, leases_T, positions_T = slots_T[open_T], leases_T[open_T], positions_T[open_T]
             rows_T = rows_T[open_T]
@@ -146,8 +147,7 @@ class RoutedExpertsManager:
         first = first_block * size
         positions_MB = np.arange(first, first + count * size).reshape(count, size)
         proven_MB &= self._taken(self._position, blocks_M) == positions_MB
-        if (leases_M < 0).any():
-            proven_MB[leases_M < 0] = False
+        # Only a slot that was never written has the tag NO_LEASE, and its origin is ABSENT.
         origin_MB = self._taken(self._origin, blocks_M)
         origin_MB[~proven_MB] = Origin.ABSENT
         version_MB = self._taken(self._version, blocks_M)
@@ -182,16 +182,28 @@ class RoutedExpertsManager:
         return by_block.take(blocks_M, axis=0, mode="clip")
 
     def _put(self, slots_T: Index, rows_T: npt.NDArray[np.void]) -> None:
-        """Copy rows, each as one opaque item."""
-        num_slots = self.num_blocks * self.block_size
-        target = self.routed_experts_by_slot.reshape(num_slots, -1).view(rows_T.dtype)
-        edges = breaks(slots_T)
-        if (len(edges) + 1) * MIN_ROWS_PER_SPAN > len(slots_T):
+        """Copy rows, each as one opaque item; long spans as slices, and whole blocks as larger items."""
+        target = self._ids_as(rows_T.dtype.itemsize)
+        if len(slots_T) < _FEW_ROWS:
             target[slots_T] = rows_T
             return
-        for first, stop in spans(slots_T, edges):
-            slot = int(slots_T[first])
-            target[slot : slot + stop - first] = rows_T[first:stop]
+        edges, size = breaks(slots_T), self.block_size
+        if (len(edges) + 1) * MIN_ROWS_PER_SPAN <= len(slots_T):
+            for first, stop in spans(slots_T, edges):
+                slot = int(slots_T[first])
+                target[slot : slot + stop - first] = rows_T[first:stop]
+            return
+        whole = len(slots_T) // size * size
+        if (edges[edges < whole] % size).any() or (slots_T[:whole:size] % size).any():
+            whole = 0
+        blocks = rows_T[:whole].view(f"V{rows_T.dtype.itemsize * size}")
+        self._ids_as(blocks.dtype.itemsize)[slots_T[:whole:size] // size] = blocks
+        target[slots_T[whole:]] = rows_T[whole:]
+
+    def _ids_as(self, item_nbytes: int) -> npt.NDArray[np.void]:
+        """The rows as opaque items of one or more rows each."""
+        ids = self.routed_experts_by_slot.reshape(-1)
+        return ids.view(np.uint8).view(f"V{item_nbytes}")
 
     def _ids_of(self, blocks_M: Index) -> RouteIds:
         size, count = self.block_size, len(blocks_M)
@@ -204,8 +216,7 @@ class RoutedExpertsManager:
                 rows = self.routed_experts_by_slot[slot : slot + (stop - first) * size]
                 ids[first * size : first * size + len(rows)] = rows
             return ids
-        block = f"V{self.schema.row_nbytes * size}"
-        source = self.routed_experts_by_slot.reshape(self.num_blocks, -1).view(block).ravel()
+        source = self._ids_as(self.schema.row_nbytes * size)
         # Clipping also lets numpy write straight into `ids`.
-        source.take(blocks_M, out=ids.reshape(count, -1).view(block).ravel(), mode="clip")
+        source.take(blocks_M, out=ids.reshape(-1).view(source.dtype), mode="clip")
         return ids

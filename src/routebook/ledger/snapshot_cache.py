@@ -5,7 +5,7 @@ are not stored yet, and when they are, its blocks may have another owner. So the
 are freed, with a note for each block that lacked rows, and completed as the notes come true::
 
     preempted   capture           what the slots have, and which leases still owe rows
-    stored      refresh_pending   a lease that owed rows got some: take them, from the slot or from the step itself
+    stored      refresh_pending   a lease that owed rows got some: take them from the step, as the slot may be another's
     read        get_best          the snapshot's rows over those of the slots: they were computed earlier
 
 Legend of shape suffixes: T = rows, B = block_size, L = MoE layers, K = top-k.
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -122,7 +121,7 @@ class RoutedExpertsCache:
         entry.fill(kept, beats_shared=False)
         for lease, note in pending.items():
             # A lease that is pending already was noted by an earlier run, whose word counts.
-            if lease not in entry.pending:
+            if lease not in entry.pending and not entry.settled(note, self.block_size):
                 entry.pending[lease] = note
                 self.waiting.setdefault(lease, set()).add(request_id)
 
@@ -135,12 +134,12 @@ class RoutedExpertsCache:
 
         Args:
             lease: in `waiting`.
-            rows: those of the whole block, absent where none came; `start` is the block's first position.
+            rows: what the step has for the block.
         """
         for request_id in tuple(self.waiting[lease]):
             entry = self.entries[request_id]
             note = entry.pending[lease]
-            assert note.block * self.block_size == rows.start, "rows came for another place"
+            assert note.block == rows.start // self.block_size, "rows came for another place"
             entry.fill(rows if note.own else _as_shared(rows), beats_shared=note.beats_shared)
             if entry.settled(note, self.block_size):
                 self._drop(request_id, entry, lease)
@@ -191,10 +190,6 @@ class RoutedExpertsCache:
         known = {(lease, name) for lease, names in self.waiting.items() for name in names}
         if notes != known or not all(self.waiting.values()):
             raise IntegrityError(f"pending blocks {sorted(notes)} are indexed as {sorted(known)}")
-
-    def pending_leases(self) -> set[int]:
-        """Leases under which rows are awaited."""
-        return set(chain.from_iterable(entry.pending for entry in self.entries.values()))
 
     def _entry(self, request_id: str) -> Entry:
         entry = self.entries.get(request_id)

@@ -37,6 +37,8 @@ class RouteSchema:
     """All decoder layers of the model, dense ones included; formats that list them all need it."""
 
     def __post_init__(self) -> None:
+        # Equality and hashing need one type, also where a list or numpy numbers were given.
+        object.__setattr__(self, "layer_ids", tuple(int(layer) for layer in self.layer_ids))
         ordered = all(a < b for a, b in pairwise(self.layer_ids))
         if not self.layer_ids or not ordered or self.layer_ids[0] < 0:
             raise SchemaMismatchError(f"layer_ids={self.layer_ids} must be ascending, not empty")

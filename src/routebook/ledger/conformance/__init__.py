@@ -3,7 +3,7 @@
 Subclass it and give the ledger under test; pytest collects the tests from there::
 
     class TestMyLedger(LedgerConformance):
-        def make_ledger(self, schema, block_size):
+        def make_ledger(self, schema, block_size, num_blocks):
             return MyLedger(schema, block_size)
 """
 

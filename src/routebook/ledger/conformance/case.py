@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from routebook.errors import LedgerError
 from routebook.ledger.base import Ledger
-from routebook.ledger.conformance.pair import TAG_SCHEMA, LedgerPair
+from routebook.ledger.conformance.pair import NUM_BLOCKS, TAG_SCHEMA, LedgerPair
 from routebook.routes.schema import RouteSchema
 
 A, B, C, D = "a", "b", "c", "d"
@@ -18,12 +18,12 @@ class ConformanceCase(ABC):
     """A part of the suite; blocks have four tokens unless said."""
 
     @abstractmethod
-    def make_ledger(self, schema: RouteSchema, block_size: int) -> Ledger:
-        """Return a new, empty ledger."""
+    def make_ledger(self, schema: RouteSchema, block_size: int, num_blocks: int) -> Ledger:
+        """Return a new, empty ledger for a KV pool of `num_blocks` blocks."""
 
     def make_pair(self, block_size: int = 4) -> LedgerPair:
         """A new ledger and its oracle."""
-        return LedgerPair(self.make_ledger(TAG_SCHEMA, block_size))
+        return LedgerPair(self.make_ledger(TAG_SCHEMA, block_size, NUM_BLOCKS))
 
 
 def refuses(call: Callable[[], object], *words: str) -> None:

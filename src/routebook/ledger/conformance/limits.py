@@ -78,6 +78,7 @@ class LimitsConformance(ConformanceCase):
         refuses(lambda: ledger.read(A, 0, 1), repr(A))
         refuses(lambda: ledger.share(A, [H0]), repr(A))
         refuses(lambda: ledger.publish(A, 0, H0), repr(A))
+        refuses(lambda: ledger.assign(A, [1]), repr(A))
         refuses(lambda: ledger.release(A, ReleaseReason.FINISHED), repr(A))
         pair.begin(A, 4)
         assert not pair.compare_range(A, 0, 4).origin_T.any()
@@ -92,8 +93,9 @@ class LimitsConformance(ConformanceCase):
         refuses(lambda: ledger.read(A, 3, 2), "3", "2")
         refuses(lambda: ledger.read(A, -1, 2), "-1")
         refuses(lambda: ledger.publish(A, -1, H0), "-1")
-        pair.share(A, [H0])
-        refuses(lambda: ledger.publish(A, 0, H0), "prefix cache")
+        pair.begin(B, 9)
+        pair.share(B, [H0])
+        refuses(lambda: ledger.publish(B, 0, H0), "prefix cache")
         pair.compare(9)
 
     def test_a_step_that_does_not_fit_writes_nothing(self) -> None:

@@ -1,4 +1,4 @@
-"""A ledger and its oracle, told the same, and a fake model whose ids are tags.
+"""A ledger and its oracle, told the same, a fake model whose ids are tags, and a fake KV pool.
 
 Legend of shape suffixes: T = rows, R = requests of a step, L = MoE layers, K = top-k.
 """
@@ -12,10 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from routebook.ledger.base import Ledger, ReleaseReason, RouteIds, RowRange, StepRows
+from routebook.ledger.conformance.kv_pool import FakeKVPool
 from routebook.ledger.conformance.oracle import DictOracle
 from routebook.routes.provenance import Origin
 from routebook.routes.schema import RouteSchema
 
+NUM_BLOCKS = 1024
+"""Blocks of the KV pool unless a test says otherwise."""
 TAG_SCHEMA = RouteSchema(layer_ids=(1, 2, 5), num_experts=65536, top_k=4, num_hidden_layers=6)
 """Its ids are tags `(request, position, layer, forward)`: a row in a wrong place names where it belongs."""
 
@@ -33,13 +36,15 @@ class PlannedStep:
 class LedgerPair:
     """A ledger and its oracle, told the same; `compare` finds where they differ.
 
-    The ledger's schema must be `TAG_SCHEMA`.
+    The ledger's schema must be `TAG_SCHEMA`. Every plan takes KV blocks from a fake pool of `num_blocks`, which the
+    ledger must have room for; what the pool evicts is withdrawn.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, num_blocks: int = NUM_BLOCKS) -> None:
         assert ledger.schema == TAG_SCHEMA, "the tags need four columns of uint16"
         self.ledger = ledger
         self.oracle = DictOracle(ledger.block_size)
+        self.pool = FakeKVPool(num_blocks)
         self._number_of: dict[str, int] = {}
         self._forwards = 0
 
@@ -52,9 +57,14 @@ class LedgerPair:
         """Take blocks from the prefix cache."""
         self.ledger.share(request_id, block_hashes)
         self.oracle.share(request_id, block_hashes)
+        blocks, evicted = self.pool.share(request_id, block_hashes)
+        self.withdraw(*evicted)
+        self.ledger.assign(request_id, blocks)
 
     def publish(self, request_id: str, block_index: int, block_hash: bytes) -> None:
         """Publish a block."""
+        self._cover(request_id, block_index + 1)
+        self.pool.name(request_id, block_index, block_hash)
         self.ledger.publish(request_id, block_index, block_hash)
         self.oracle.publish(request_id, block_hash)
 
@@ -62,19 +72,25 @@ class LedgerPair:
         """Evict blocks."""
         self.ledger.withdraw(block_hashes)
         self.oracle.withdraw(block_hashes)
+        self.pool.forget(block_hashes)
 
     def reset(self) -> None:
         """Reset the prefix cache."""
         self.ledger.reset()
-        self.oracle.withdraw(list(self.oracle.published))
+        published = list(self.oracle.published)
+        self.oracle.withdraw(published)
+        self.pool.forget(published)
 
     def release(self, request_id: str, reason: ReleaseReason) -> None:
-        """Preempt or end a request."""
+        """Preempt or end a request, and free its blocks."""
         self.ledger.release(request_id, reason)
         self.oracle.release(request_id, preempted=reason is ReleaseReason.PREEMPTED)
+        self.pool.release(request_id)
 
     def plan(self, *pieces: tuple[str, int, int], version: int = 0) -> PlannedStep:
         """Plan a step of pieces `(request, start, count)`, in the present run of each."""
+        for request_id, start, count in pieces:
+            self._cover(request_id, -(-(start + count) // self.ledger.block_size))
         runs = tuple(self.oracle.run(request_id) for request_id, _, _ in pieces)
         return PlannedStep(pieces, runs, version)
 
@@ -141,3 +157,8 @@ class LedgerPair:
             assert origin is expected.origin, f"{place}: {origin!r}, expected {expected.origin!r}"
             assert rows.version_T[i] == expected.version, f"{place}: version {rows.version_T[i]}"
         return rows
+
+    def _cover(self, request_id: str, num_blocks: int) -> None:
+        blocks, evicted = self.pool.cover(request_id, num_blocks)
+        self.withdraw(*evicted)
+        self.ledger.assign(request_id, blocks)

@@ -238,3 +238,72 @@ class PreemptionConformance(ConformanceCase):
         pair.share(B, [H0])
         pair.compare(6)
         assert pair.ledger.read(B, 0, 4).version_T.tolist() == [0] * 4
+
+    def test_a_row_shared_earlier_beats_a_late_recomputation(self) -> None:
+        pair = self.make_pair()
+        pair.begin(A, 8)
+        pair.publish(A, 0, H0)
+        pair.step((A, 0, 4))
+        pair.begin(B, 8)
+        pair.share(B, [H0])
+        pair.release(B, ReleaseReason.PREEMPTED)
+        late = [pair.plan((B, 0, 2), version=1), pair.plan((B, 2, 4), version=1)]
+        pair.release(B, ReleaseReason.PREEMPTED)
+        for step in late:
+            pair.store(step)
+            pair.compare(8)
+        assert pair.ledger.read(B, 0, 6).version_T.tolist() == [0] * 4 + [1] * 2
+
+    def test_a_late_decode_does_not_pass_for_one_of_the_present_run(self) -> None:
+        pair = self.make_pair()
+        pair.begin(A, 1)
+        pair.step((A, 0, 8))
+        pair.release(A, ReleaseReason.PREEMPTED)
+        pair.step((A, 0, 5), version=1)
+        late = pair.plan((A, 5, 1), version=1)
+        pair.release(A, ReleaseReason.PREEMPTED)
+        whole = pair.plan((A, 0, 8), version=2)
+        pair.publish(A, 0, H0)
+        pair.publish(A, 1, H1)
+        pair.begin(B, 9)
+        pair.share(B, [H0, H1])
+        for step in (late, whole):
+            pair.store(step)
+            pair.compare(9)
+        assert pair.ledger.read(B, 0, 8).version_T.tolist() == [2] * 8
+
+    def test_a_late_decode_does_not_begin_the_block_of_the_present_run(self) -> None:
+        pair = self.make_pair()
+        pair.begin(A, 1)
+        pair.step((A, 0, 4))
+        late = pair.plan((A, 4, 1))
+        pair.release(A, ReleaseReason.PREEMPTED)
+        whole = pair.plan((A, 0, 8), version=1)
+        pair.publish(A, 0, H0)
+        pair.publish(A, 1, H1)
+        pair.begin(B, 9)
+        pair.share(B, [H0, H1])
+        for step in (late, whole):
+            pair.store(step)
+            pair.compare(9)
+        assert pair.ledger.read(A, 0, 8).version_T.tolist() == [0] * 5 + [1] * 3
+        assert pair.ledger.read(B, 0, 8).version_T.tolist() == [1] * 8
+
+    def test_a_sharer_is_preempted_while_the_maker_goes_on_decoding(self) -> None:
+        pair = self.make_pair()
+        pair.begin(A, 1)
+        pair.step((A, 0, 2))
+        pair.publish(A, 0, H0)
+        late = [pair.plan((A, 2, 1)), pair.plan((A, 3, 1))]
+        pair.begin(B, 5)
+        pair.share(B, [H0])
+        pair.release(B, ReleaseReason.PREEMPTED)
+        for step in late:
+            pair.store(step)
+            pair.compare(5)
+        pair.release(A, ReleaseReason.FINISHED)
+        pair.withdraw(H0)
+        pair.begin(C, 4)
+        pair.step((C, 0, 4))
+        pair.compare(5)
+        assert pair.ledger.read(B, 0, 4).origin_T.tolist() == [Origin.PREFIX_CACHE] * 4

@@ -12,6 +12,8 @@ from routebook.ledger.conformance.case import ConformanceCase
 from routebook.ledger.conformance.pair import TAG_SCHEMA
 from routebook.ledger.conformance.walk import SchedulerWalk
 
+LONGEST = 44
+MOST_REQUESTS = 6
 ENDS = (ReleaseReason.FINISHED, ReleaseReason.ABORTED)
 
 
@@ -21,9 +23,10 @@ class RandomWalkConformance(ConformanceCase):
     def test_random_walks_agree_with_the_oracle(self) -> None:
         for seed in range(12):
             rng = random.Random(seed)
-            walk = SchedulerWalk(
-                self.make_ledger(TAG_SCHEMA, rng.choice((1, 4, 16))), common=20, longest=44
-            )
+            block_size = rng.choice((1, 4, 16))
+            num_blocks = MOST_REQUESTS * -(-LONGEST // block_size) + rng.randrange(9)
+            ledger = self.make_ledger(TAG_SCHEMA, block_size, num_blocks)
+            walk = SchedulerWalk(ledger, common=20, longest=LONGEST, num_blocks=num_blocks)
             depth = seed % 4
             for _ in range(60):
                 random_move(walk, rng, depth)
@@ -35,7 +38,7 @@ def random_move(walk: SchedulerWalk, rng: random.Random, depth: int) -> None:
     """One verb of a scheduler that keeps up to `depth` steps in flight beside the one it plans."""
     living = sorted(walk.walkers)
     move = rng.random()
-    if not living or (move < 0.12 and len(living) < 6):
+    if not living or (move < 0.12 and len(living) < MOST_REQUESTS):
         walk.add(rng.randrange(2), rng.randint(1, 30))
     elif move < 0.75:
         batch = rng.sample(living, rng.randint(1, len(living)))

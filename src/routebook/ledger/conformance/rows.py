@@ -91,8 +91,9 @@ class RowsConformance(ConformanceCase):
             schema = RouteSchema(
                 layer_ids=(3,), num_experts=num_experts, top_k=3, num_hidden_layers=4
             )
-            ledger = self.make_ledger(schema, 4)
+            ledger = self.make_ledger(schema, 4, 8)
             ledger.begin(A, 1)
+            ledger.assign(A, [5])
             ledger.store_batch(one_row(schema, A, ids))
             rows = ledger.read(A, 0, 2)
             assert rows.ids_TLK.dtype == schema.dtype

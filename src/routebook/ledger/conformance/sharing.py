@@ -99,6 +99,34 @@ class SharingConformance(ConformanceCase):
         assert not pair.ledger.read(B, 0, 4).origin_T.any()
         assert (pair.ledger.read(A, 0, 4).ids_TLK == rows.ids_TLK).all()
 
+    def test_late_rows_of_a_second_life_do_not_reach_the_block_of_the_first(self) -> None:
+        pair = self.make_pair()
+        for _ in range(2):
+            pair.begin(A, 4)
+            if pair.ledger.available([H0]) == 0:
+                pair.publish(A, 0, H0)
+            step = pair.plan((A, 0, 4))
+            pair.release(A, ReleaseReason.ABORTED)
+        rows = pair.run_model(step)
+        pair.begin(B, 5)
+        pair.share(B, [H0])
+        pair.ledger.store_batch(rows)
+        assert not pair.ledger.read(B, 0, 4).origin_T.any()
+
+    def test_rows_of_a_sharer_never_reach_the_block_it_shares(self) -> None:
+        for prompt in (1, 8):
+            pair = self.make_pair()
+            pair.begin(A, 8)
+            pair.step((A, 0, 3))
+            pair.publish(A, 0, H0)
+            pair.begin(B, prompt)
+            pair.share(B, [H0])
+            pair.step((B, 3, 1))
+            pair.begin(C, 5)
+            pair.share(C, [H0])
+            pair.compare(5)
+            assert pair.ledger.read(C, 0, 4).origin_T.tolist() == [Origin.PREFIX_CACHE] * 3 + [0]
+
     def test_an_unknown_hash_leaves_absent_rows(self) -> None:
         pair = self.make_pair()
         pair.begin(A, 8)

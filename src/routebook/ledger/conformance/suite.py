@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from routebook.ledger.conformance.block_reuse import BlockReuseConformance
 from routebook.ledger.conformance.limits import LimitsConformance
 from routebook.ledger.conformance.preemption import PreemptionConformance
 from routebook.ledger.conformance.random_walks import RandomWalkConformance
@@ -13,6 +14,7 @@ class LedgerConformance(
     RowsConformance,
     SharingConformance,
     PreemptionConformance,
+    BlockReuseConformance,
     LimitsConformance,
     RandomWalkConformance,
 ):

@@ -24,11 +24,12 @@ class _Walker:
 class SchedulerWalk:
     """A small scheduler: prefix cache, preemption, steps in flight. Each verb keeps the ledger's contract.
 
-    Requests of one family have the same first `common` tokens, hence the same block hashes there.
+    The KV pool must hold all living requests at their longest; it evicts published blocks beyond that. Requests of
+    one family have the same first `common` tokens, hence the same block hashes there.
     """
 
-    def __init__(self, ledger: Ledger, *, common: int, longest: int) -> None:
-        self.pair = LedgerPair(ledger)
+    def __init__(self, ledger: Ledger, *, common: int, longest: int, num_blocks: int) -> None:
+        self.pair = LedgerPair(ledger, num_blocks)
         self.version = 0
         self.walkers: dict[str, _Walker] = {}
         self.in_flight: deque[PlannedStep] = deque()
