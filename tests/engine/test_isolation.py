@@ -10,6 +10,7 @@ import torch
 from routebook.engine.llm import LLM
 from routebook.engine.outputs import CompletionOutput
 from routebook.engine.sampling_params import SamplingParams
+from routebook.errors import RequestError, WorkerError
 from tests.families import SERVED
 
 FAMILY = SERVED["qwen3_moe"]
@@ -94,3 +95,76 @@ def test_one_long_context_does_not_pad_the_short_ones(monkeypatch: pytest.Monkey
     read.clear()
     llm.engine.step()
     assert sum(read) / 6 < 2 * (900 + 30 * 24) / 16 + 31
+
+
+def test_an_interrupted_step_leaves_no_prefix_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was planned and not computed must not be found by the next prompt with this prefix."""
+    llm = LLM(FAMILY.build(torch.float32), device="cpu", block_size=4, num_blocks=64)
+    runner = llm.engine.executor.worker.runner  # type: ignore[attr-defined]
+    forward = runner._forward
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        monkeypatch.setattr(runner, "_forward", forward)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "_forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([PROMPT], GREEDY)
+    with pytest.raises(WorkerError, match="restart"):
+        llm.generate([PROMPT], GREEDY)
+    llm.restart()
+    (again,) = choices(llm, [[*PROMPT, 60]])
+    (alone,) = choices(LLM(FAMILY.build(torch.float32), device="cpu"), [[*PROMPT, 60]])
+    assert again.token_ids == alone.token_ids
+    assert rows_of(again) == rows_of(alone)
+    llm.check_integrity()
+
+
+def test_an_interrupted_generate_leaves_no_request_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An interrupt between two steps harms nothing: the engine goes on, and the prompts are forgotten."""
+    llm = LLM(FAMILY.build(torch.float32), device="cpu", block_size=4, num_blocks=64)
+    engine, step, calls = llm.engine, llm.engine.step, [0]
+
+    def interrupted() -> list[Any]:
+        calls[0] += 1
+        if calls[0] == 3:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([PROMPT, PROMPT[:4]], GREEDY)
+    monkeypatch.undo()
+    assert not engine.has_work
+    llm.check_integrity()
+    assert len(choices(llm, [PROMPT])[0].token_ids) == 6
+
+
+def test_generate_leaves_other_peoples_outputs_alone() -> None:
+    llm = LLM(FAMILY.build(torch.float32), device="cpu", block_size=4, num_blocks=64)
+    other = llm.engine.add_request(PROMPT, SamplingParams(max_tokens=2, ignore_eos=True))
+    llm.generate([PROMPT[:3]], GREEDY)
+    (output,) = llm.engine.step()
+    assert output.request_id == other
+
+
+def test_generate_on_a_paused_engine_is_refused() -> None:
+    llm = LLM(FAMILY.build(torch.float32), device="cpu")
+    llm.engine.pause()
+    with pytest.raises(RequestError, match="resume"):
+        llm.generate([PROMPT], GREEDY)
+    llm.engine.resume()
+    assert choices(llm, [PROMPT])
+
+
+def test_neighbouring_seeds_share_no_completion() -> None:
+    llm = LLM(FAMILY.build(torch.float32), device="cpu")
+    seen = [
+        choice.token_ids
+        for seed in range(4)
+        for output in llm.generate([PROMPT], SamplingParams(n=4, seed=seed, max_tokens=8))
+        for choice in output.choices
+    ]
+    assert len(set(seen)) == 16

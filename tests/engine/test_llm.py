@@ -268,3 +268,11 @@ def test_the_reference_mode_widens_a_bfloat16_checkpoint() -> None:
         ConfigError, match=r"needs float32 or float64, the model is in torch.bfloat16"
     ):
         LLM(model, reference=True)
+
+
+def test_a_float16_model_is_refused_unless_cast() -> None:
+    model = AutoModelForCausalLM.from_pretrained(PATH, dtype=torch.float16)
+    with pytest.raises(
+        ConfigError, match=r"torch.float16, which is not served; use dtype='float32'"
+    ):
+        LLM(model)

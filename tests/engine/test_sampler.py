@@ -115,6 +115,13 @@ def test_logprobs_are_of_the_raw_logits() -> None:
         ("logprobs", -1),
         ("seed", -1),
         ("stop", ("",)),
+        ("stop", [5]),
+        ("n", 1.5),
+        ("n", 100_000_000),
+        ("max_tokens", 2.5),
+        ("max_tokens", float("nan")),
+        ("temperature", "hot"),
+        ("routed_experts", "yes"),
         ("routed_experts_prompt_start", -1),
     ],
 )

@@ -10,6 +10,7 @@ import torch
 
 from routebook.engine.engine import PauseMode
 from routebook.engine.llm import LLM
+from routebook.engine.model_loader import model_fingerprint
 from routebook.engine.outputs import RequestOutput
 from routebook.engine.request import FinishReason
 from routebook.engine.sampling_params import SamplingParams
@@ -151,11 +152,21 @@ def test_the_fingerprint_follows_the_weights() -> None:
     assert llm.fingerprint == before
 
 
+def test_the_fingerprint_covers_buffers_that_route() -> None:
+    model = SERVED["deepseek_v3"].build()
+    before = model_fingerprint(model)
+    name = next(n for n, _ in model.named_buffers() if "correction_bias" in n)
+    model.get_buffer(name).add_(0.5)
+    assert model_fingerprint(model) != before
+
+
 @pytest.mark.parametrize(
     ("weights", "words"),
     [
         ({}, "hold no tensor"),
         ({"model.nothing.weight": torch.zeros(1)}, "no parameter 'model.nothing.weight'"),
+        ({"model.norm.weight": [1.0]}, "is no tensor with values, but list"),
+        ({"model.norm.weight": torch.zeros(64, device="meta")}, "but a meta tensor"),
         ({"model.norm.weight": torch.zeros(3)}, r"has shape \[64\], the new one \[3\]"),
     ],
 )

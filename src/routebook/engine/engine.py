@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 
@@ -20,8 +20,8 @@ from routebook.engine.executor import Executor, StepResult
 from routebook.engine.executor_choice import make_executor
 from routebook.engine.kv_cache_manager import KVCacheManager
 from routebook.engine.model_loader import load_tokenizer
-from routebook.engine.outputs import CompletionOutput, RequestOutput
-from routebook.engine.record_builder import build_record
+from routebook.engine.open_prompts import OpenPrompt
+from routebook.engine.outputs import RequestOutput
 from routebook.engine.request import FinishReason, Request, RequestStatus
 from routebook.engine.sampling_params import SamplingParams
 from routebook.engine.scheduler import Scheduler
@@ -46,26 +46,6 @@ class PauseMode(Enum):
     WAIT = "wait"
     ABORT = "abort"
     KEEP = "keep"
-
-
-@dataclass(slots=True)
-class _Group:
-    """A prompt with its `n` completions."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: tuple[int, ...]
-    params: SamplingParams
-    choices: dict[int, CompletionOutput] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _Child:
-    """One completion of a group."""
-
-    group: _Group
-    index: int
-    detokenizer: Detokenizer | None
 
 
 class Engine:
@@ -95,11 +75,12 @@ class Engine:
         self.scheduler = self._make_scheduler()
         self._in_flight: deque[tuple[SchedulerOutput, StepResult]] = deque()
         self._random = random.Random(config.scheduler.base_seed)
-        self._children: dict[str, _Child] = {}
+        self._open: dict[str, OpenPrompt] = {}
         self._num_requests = 0
         self._ended: list[RequestOutput] = []
         self.is_paused = False
         self._failure: WorkerError | None = None
+        self._num_planned = self._num_taken = 0
 
     @property
     def schema(self) -> RouteSchema:
@@ -211,13 +192,18 @@ class Engine:
             self.check_continuation(token_ids, params, earlier, forced)
         elif forced:
             raise RequestError("forced=True needs a record to force")
-        request_id = str(self._num_requests)
-        self._num_requests += 1
-        group = _Group(request_id, prompt, tuple(token_ids), params)
         base_seed = self._random.getrandbits(62) if params.seed is None else params.seed
+        opened = OpenPrompt(str(self._num_requests), prompt, tuple(token_ids), params, base_seed)
+        tokenizer = self.tokenizer
+        opened.detokenizers = [
+            Detokenizer(tokenizer, params.stop) if tokenizer is not None else None
+            for _ in range(params.n)
+        ]
+        self._num_requests += 1
+        self._open[opened.request_id] = opened
         for index in range(params.n):
-            self._add_child(group, index, base_seed + index, earlier, forced)
-        return request_id
+            self._add_child(opened, index, earlier, forced)
+        return opened.request_id
 
     def step(self) -> list[RequestOutput]:
         """Plan ahead as far as allowed, and take the results of the oldest step under way.
@@ -248,6 +234,17 @@ class Engine:
         self._drop_when_idle()
         return output
 
+    def forget(self, request_ids: Collection[str]) -> None:
+        """Nobody waits for these prompts any more: abort what is open of them, and drop what has ended."""
+        for request_id in request_ids:
+            self._end_prompt(request_id, FinishReason.ABORT)
+        self._ended = [output for output in self._ended if output.request_id not in request_ids]
+        self._drop_when_idle()
+
+    def keep(self, outputs: Iterable[RequestOutput]) -> None:
+        """Return these outputs, which were taken by somebody who does not want them, with the next `step`."""
+        self._ended += outputs
+
     def pause(self, mode: PauseMode = PauseMode.KEEP) -> None:
         """Plan no further step until `resume`. Steps under way are waited for.
 
@@ -262,8 +259,8 @@ class Engine:
             while self._in_flight:
                 self._take_results()
         if mode is PauseMode.ABORT:
-            for group in {child.group.request_id for child in self._children.values()}:
-                output = self.abort(group)
+            for request_id in list(self._open):
+                output = self.abort(request_id)
                 assert output is not None, "an open prompt was not there to be aborted"
                 self._ended.append(output)
         self.is_paused = True
@@ -291,15 +288,17 @@ class Engine:
             WorkerError: the worker failed; see :meth:`step`.
         """
         self._refuse_if_failed()
-        with self._failing_whole():
-            self.executor.stage_weights(source)
-            was_paused = self.is_paused
-            self.pause(mode)
-            fingerprint = self.executor.commit_weights()
+        was_paused = self.is_paused
+        try:
+            with self._failing_whole():
+                self.executor.stage_weights(source)
+                self.pause(mode)
+                fingerprint = self.executor.commit_weights()
+        finally:
+            self.is_paused = was_paused
         self.served = replace(self.served, fingerprint=fingerprint)
         self.reset_prefix_cache()
         self.scheduler.weight_version += 1
-        self.is_paused = was_paused
         return self.scheduler.weight_version
 
     def check_integrity(self) -> None:
@@ -309,7 +308,8 @@ class Engine:
             IntegrityError: a leak or a contradiction.
         """
         self.scheduler.check_integrity()
-        if set(self._children) != set(self.scheduler.requests):
+        children = {child for opened in self._open.values() for child in opened.open_children()}
+        if children != set(self.scheduler.requests):
             raise IntegrityError("completions and scheduled requests differ")
         if not self.has_work and self._failure is None:
             with self._failing_whole():
@@ -346,11 +346,18 @@ class Engine:
 
     @contextmanager
     def _failing_whole(self) -> Iterator[None]:
-        """Let a failure of the worker inside end all open requests before it is raised."""
+        """Let a failure of the worker inside end all open requests before it is raised.
+
+        An interrupt from the keyboard in the middle of a step is one too: blocks were named that nobody computed.
+        """
         try:
             yield
         except WorkerError as error:
             self._fail(error)
+            raise
+        except KeyboardInterrupt:
+            if len(self._in_flight) < self._num_planned - self._num_taken:
+                self._fail(WorkerError("a step was interrupted; restart() goes on"))
             raise
 
     def _fail(self, error: WorkerError) -> None:
@@ -360,9 +367,8 @@ class Engine:
         self._failure = error
         self.executor.shutdown()
         self._in_flight.clear()
-        error.request_ids = tuple(
-            dict.fromkeys(child.group.request_id for child in self._children.values())
-        )
+        self._num_planned = self._num_taken = 0
+        error.request_ids = tuple(self._open)
         for request_id in error.request_ids:
             output = self._end_prompt(request_id, FinishReason.ERROR, str(error))
             self._ended += [] if output is None else [output]
@@ -373,6 +379,7 @@ class Engine:
             plan = self.scheduler.schedule()
             if plan is None:
                 break
+            self._num_planned += 1
             self._in_flight.append((plan, self.executor.submit(plan)))
         assert self._in_flight, "work waits, but nothing could be planned"
 
@@ -382,6 +389,7 @@ class Engine:
         # An interrupt from the keyboard while this waits leaves the step where it is.
         output = future.result()
         self._in_flight.popleft()
+        self._num_taken += 1
         for request in self.scheduler.update_from_output(plan, output):
             self._detokenize(request)
             if request.status is RequestStatus.FINISHED:
@@ -412,33 +420,34 @@ class Engine:
         )
 
     def _add_child(
-        self, group: _Group, index: int, seed: int, earlier: RoutedExperts | None, forced: bool
+        self, opened: OpenPrompt, index: int, earlier: RoutedExperts | None, forced: bool
     ) -> None:
-        child_id = f"{group.request_id}.{index}"
-        tokenizer = self.tokenizer
-        detokenizer = Detokenizer(tokenizer, group.params.stop) if tokenizer is not None else None
-        self._children[child_id] = _Child(group, index, detokenizer)
+        num_prompt_tokens = len(opened.prompt_token_ids)
         self.scheduler.add(
             Request(
-                request_id=child_id,
-                token_ids=list(group.prompt_token_ids),
-                num_prompt_tokens=len(group.prompt_token_ids),
-                params=group.params,
-                seed=seed % 2**63,
+                request_id=opened.child_id(index),
+                token_ids=list(opened.prompt_token_ids),
+                num_prompt_tokens=num_prompt_tokens,
+                params=opened.params,
+                seed=opened.child_seed(index),
                 max_num_tokens=min(
-                    self.max_model_len, len(group.prompt_token_ids) + group.params.max_tokens
+                    self.max_model_len, num_prompt_tokens + opened.params.max_tokens
                 ),
                 earlier=earlier,
                 forced=forced,
             )
         )
 
+    def _opened(self, request: Request) -> tuple[OpenPrompt, int]:
+        """The prompt of a request, and which of its completions it is."""
+        request_id, _, index = request.request_id.rpartition(".")
+        return self._open[request_id], int(index)
+
     def _detokenize(self, request: Request) -> None:
         """Follow the text, and end the completion where a stop text appears."""
-        child = self._children[request.request_id]
-        if child.detokenizer is None:
-            return
-        stop_text = child.detokenizer.add(request.token_ids[-1])
+        opened, index = self._opened(request)
+        detokenizer = opened.detokenizers[index]
+        stop_text = detokenizer.add(request.token_ids[-1]) if detokenizer is not None else None
         if stop_text is None:
             return
         if request.status is RequestStatus.FINISHED:
@@ -451,37 +460,18 @@ class Engine:
     ) -> RequestOutput | None:
         """End all open completions of a prompt with what they have; None when it has none."""
         output: RequestOutput | None = None
-        for child_id, child in list(self._children.items()):
-            if child.group.request_id == request_id:
-                request = self.scheduler.requests[child_id]
-                self.scheduler.finish(request, reason, stop_reason)
-                output = self._close(request)
+        opened = self._open.get(request_id)
+        for child_id in list(opened.open_children()) if opened is not None else []:
+            request = self.scheduler.requests[child_id]
+            self.scheduler.finish(request, reason, stop_reason)
+            output = self._close(request)
         return output
 
     def _close(self, request: Request) -> RequestOutput | None:
         """Make the completion's output; returns the prompt's when it was the last one."""
-        child = self._children.pop(request.request_id)
-        group = child.group
-        group.choices[child.index] = self._make_choice(child, request)
+        opened, _ = self._opened(request)
+        output = opened.close(request, self.scheduler.ledger)
         self.scheduler.release(request)
-        if len(group.choices) < group.params.n:
-            return None
-        return RequestOutput(
-            request_id=group.request_id,
-            prompt=group.prompt,
-            prompt_token_ids=group.prompt_token_ids,
-            choices=tuple(group.choices[index] for index in range(group.params.n)),
-        )
-
-    def _make_choice(self, child: _Child, request: Request) -> CompletionOutput:
-        assert request.finish_reason is not None
-        token_ids = tuple(request.output_token_ids)
-        return CompletionOutput(
-            index=child.index,
-            text=child.detokenizer.text(token_ids) if child.detokenizer else "",
-            token_ids=token_ids,
-            finish_reason=request.finish_reason,
-            stop_reason=request.stop_reason,
-            logprobs=tuple(request.logprobs) if request.params.logprobs is not None else None,
-            routed_experts=build_record(self.scheduler.ledger, request),
-        )
+        if output is not None:
+            del self._open[opened.request_id]
+        return output

@@ -70,6 +70,8 @@ class LLM:
             RecordError: a record does not belong to its prompt or to this model.
             RequestError: a prompt or its parameters cannot be served; then nothing is generated at all.
         """
+        if self.engine.is_paused:
+            raise RequestError("the engine is paused; call resume() first")
         prompt_list = _prompt_list(prompts)
         params_list = _params_list(params, len(prompt_list))
         requests = [self._tokenize(i, prompt) for i, prompt in enumerate(prompt_list)]
@@ -91,7 +93,7 @@ class LLM:
                 requests, params_list, prompt_list, record_list, strict=True
             )
         ]
-        outputs = self._run(len(ids), progress)
+        outputs = self._run(ids, progress)
         return [outputs[request_id] for request_id in ids]
 
     def update_weights(self, source: str | Weights, mode: str = "wait") -> int:
@@ -120,13 +122,23 @@ class LLM:
         """Recount blocks and rows; see :meth:`Engine.check_integrity`."""
         self.engine.check_integrity()
 
-    def _run(self, count: int, progress: bool) -> dict[str, RequestOutput]:
+    def _run(self, ids: Sequence[str], progress: bool) -> dict[str, RequestOutput]:
+        """Step until these prompts have ended; outputs of others, queued in the engine itself, stay there."""
         outputs: dict[str, RequestOutput] = {}
-        with tqdm(total=count, desc="generate", unit="prompt", disable=not progress) as bar:
-            while self.engine.has_work:
-                for output in self.engine.step():
-                    outputs[output.request_id] = output
-                    bar.update()
+        others: list[RequestOutput] = []
+        wanted = set(ids)
+        try:
+            with tqdm(total=len(ids), desc="generate", unit="prompt", disable=not progress) as bar:
+                while len(outputs) < len(ids):
+                    for output in self.engine.step():
+                        if output.request_id in wanted:
+                            outputs[output.request_id] = output
+                            bar.update()
+                        else:
+                            others.append(output)
+        finally:
+            self.engine.forget(wanted - outputs.keys())
+            self.engine.keep(others)
         return outputs
 
     def _tokenize(self, index: int, prompt: Prompt) -> list[int]:

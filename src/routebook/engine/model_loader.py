@@ -60,6 +60,10 @@ def load_model(model: str | Any, config: ModelConfig) -> LoadedModel:
     elif config.dtype != "auto":
         model = model.to(_DTYPES[config.dtype])
     _check_decoder(model)
+    if model.dtype not in _DTYPES.values():
+        raise ConfigError(
+            f"the model is in {model.dtype}, which is not served; use dtype={' or '.join(map(repr, _DTYPES))}"
+        )
     if config.reference and model.dtype not in (torch.float32, torch.float64):
         raise ConfigError(f"reference=True needs float32 or float64, the model is in {model.dtype}")
     # The reference mode is one of the CPU, also where there is a GPU.
@@ -109,11 +113,12 @@ def load_pretrained(path: str, dtype: str) -> Any:
 def model_fingerprint(model: Any) -> str:
     """Sixteen hex digits that tell one set of weights from another, whatever dtype they are loaded in.
 
-    Evenly spaced samples of every parameter, rounded to bfloat16: cheap, and different after any training step that
-    moved the weights noticeably.
+    Evenly spaced samples of every parameter and buffer, rounded to bfloat16: cheap, and different after any training
+    step that moved the weights noticeably.
     """
     digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
+    # Buffers too: the correction bias of some routers is one, and it decides the routing.
+    for name, parameter in sorted(model.state_dict().items()):
         flat = parameter.detach().flatten()
         step = max(1, flat.numel() // _FINGERPRINT_SAMPLES)
         sample = flat[::step].to(device="cpu", dtype=torch.bfloat16).view(torch.int16)

@@ -32,7 +32,7 @@ def check_weights(model: Any, weights: Weights) -> None:
     """Refuse weights that do not fit, before any is copied. Parameters that are not named keep their values.
 
     Raises:
-        ModelError: no tensor at all, a name that the model does not have, or another shape.
+        ModelError: no tensor at all, something else than a tensor, an unknown name, or another shape.
     """
     own = model.state_dict()
     if not weights:
@@ -42,11 +42,17 @@ def check_weights(model: Any, weights: Weights) -> None:
             raise ModelError(
                 f"the model has no parameter {name!r}; its first is {next(iter(own))!r}"
             )
+        if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
+            raise ModelError(f"the new {name!r} is no tensor with values, but {_kind(tensor)}")
         if tensor.shape != own[name].shape:
             raise ModelError(
                 f"parameter {name!r} has shape {list(own[name].shape)}, the new one"
                 f" {list(tensor.shape)}"
             )
+
+
+def _kind(value: object) -> str:
+    return "a meta tensor" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 @torch.no_grad()
