@@ -340,6 +340,17 @@ class Engine:
         self.is_paused = False
         return version
 
+    def check_running(self) -> None:
+        """Refuse to wait for a prompt that will not be served.
+
+        Raises:
+            WorkerError: the worker failed, and `restart` was not called.
+            RequestError: the engine is paused.
+        """
+        self._refuse_if_failed()
+        if self.is_paused:
+            raise RequestError("the engine is paused; call resume() first")
+
     def _refuse_if_failed(self) -> None:
         if self._failure is not None:
             raise type(self._failure)(str(self._failure))

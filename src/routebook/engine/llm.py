@@ -70,8 +70,7 @@ class LLM:
             RecordError: a record does not belong to its prompt or to this model.
             RequestError: a prompt or its parameters cannot be served; then nothing is generated at all.
         """
-        if self.engine.is_paused:
-            raise RequestError("the engine is paused; call resume() first")
+        self.engine.check_running()
         prompt_list = _prompt_list(prompts)
         params_list = _params_list(params, len(prompt_list))
         requests = [self._tokenize(i, prompt) for i, prompt in enumerate(prompt_list)]
