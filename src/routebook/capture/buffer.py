@@ -39,6 +39,7 @@ class CaptureBuffer:
                 device=device,
             )
         self._columns_MK = self._ids_MLK.unbind(1)
+        self._targets_NK = list(self._columns_MK)
         self._dtype = torch.uint8 if schema.dtype.itemsize == 1 else torch.int16
         self._num_tokens: int | None = None
         self._captured = [False] * schema.num_layers
@@ -60,6 +61,9 @@ class CaptureBuffer:
                 f"a forward of {num_tokens} tokens does not fit the capture buffer of "
                 f"{self.max_tokens}; raise max_tokens to the largest step"
             )
+        if num_tokens != len(self._targets_NK[0]):
+            # Steps of decodes often have the same number of rows: the views are then made once.
+            self._targets_NK = [column_MK[:num_tokens] for column_MK in self._columns_MK]
         self._num_tokens = num_tokens
         self._captured = [False] * self.schema.num_layers
 
@@ -85,7 +89,7 @@ class CaptureBuffer:
             )
         if self._captured[layer_index]:
             raise CaptureError(f"layer {layer} captured twice in a forward of {num_tokens} tokens")
-        self._columns_MK[layer_index][:num_tokens].copy_(topk_ids)
+        self._targets_NK[layer_index].copy_(topk_ids)
         self._captured[layer_index] = True
 
     def snapshot(self) -> RoutedExpertsTensors:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import AttentionInterface
@@ -19,6 +20,7 @@ from routebook.engine.kv_pool import KVShape
 from routebook.errors import UncapturableError
 
 ATTENTION_NAME = "routebook_paged"
+_CHUNKED = "chunked_attention"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,14 +116,20 @@ class KVShapeProbe:
         return out_HTV.transpose(0, 1)
 
 
+_CHUNKS: WeakKeyDictionary[torch.nn.Module, int | None] = WeakKeyDictionary()
+"""What the config says about each attention module: reading it takes longer than it should, once per layer and step."""
+
+
 def _attention_chunk(module: torch.nn.Module) -> int | None:
     """Llama 4 tells chunked layers in its config only, not in the call."""
+    if module in _CHUNKS:
+        return _CHUNKS[module]
     config: Any = module.config
-    chunk = getattr(config, "attention_chunk_size", None)
-    layer_types = getattr(config, "layer_types", None)
-    if not chunk or not layer_types or layer_types[_layer_index(module)] != "chunked_attention":
-        return None
-    return int(chunk)
+    chunk: Any = getattr(config, "attention_chunk_size", None)
+    layer_types: Any = getattr(config, "layer_types", None)
+    is_chunked = bool(chunk and layer_types) and layer_types[_layer_index(module)] == _CHUNKED
+    _CHUNKS[module] = int(chunk) if is_chunked else None
+    return _CHUNKS[module]
 
 
 def _layer_index(module: torch.nn.Module) -> int:

@@ -9,6 +9,7 @@ Legend of shape suffixes: N = tokens, K = top-k, S = N * K picks, D = hidden siz
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -31,14 +32,20 @@ def grouped_experts_forward(
         return output
     num_tokens, top_k = topk_ids_NK.shape
     expert_S, order_S = torch.sort(topk_ids_NK.reshape(-1))
-    experts = torch.arange(self.num_experts, device=expert_S.device)
-    ends = torch.searchsorted(expert_S, experts, right=True, out_int32=True)
+    ends = torch.searchsorted(expert_S, _numbers(self.num_experts), right=True, out_int32=True)
     rows = hidden_ND.index_select(0, torch.div(order_S, top_k, rounding_mode="floor"))
     gated = self._apply_gate(_products(rows, self.gate_up_proj, ends))
     picked_SD = _products(gated, self.down_proj, ends)
     picked_SD = torch.empty_like(picked_SD).index_copy_(0, order_S, picked_SD)
     picked_NKD = picked_SD.view(num_tokens, top_k, -1)
     return torch.bmm(weights_NK.to(picked_NKD.dtype)[:, None], picked_NKD)[:, 0]
+
+
+@cache
+def _numbers(count: int) -> torch.Tensor:
+    """0, 1, ... on the CPU; made once, and outside of any inference mode that a caller may be in."""
+    with torch.inference_mode(False):
+        return torch.arange(count)
 
 
 def _is_plain(experts: Any) -> bool:

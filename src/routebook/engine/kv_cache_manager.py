@@ -76,11 +76,13 @@ class KVCacheManager:
         if not self._shares(request):
             return
         num_tokens = min(request.num_computed_tokens, request.num_tokens)
-        self._extend_hashes(request, num_tokens)
         full = num_tokens // self.block_size
+        if full <= request.num_named_blocks:
+            return
+        self._extend_hashes(request, num_tokens)
         for index in range(request.num_named_blocks, full):
             self._name_block(request, index)
-        request.num_named_blocks = max(request.num_named_blocks, full)
+        request.num_named_blocks = full
 
     def reset_prefix_cache(self) -> None:
         """Forget every shared prefix; running requests go on.
