@@ -153,7 +153,11 @@ class TaggedSystem:
             self.ledger = KVSlotLedger(SCHEMA, block_size, num_blocks)
         cache = KVCacheManager(BlockPool(num_blocks), block_size, self.ledger, prefix_caching=True)
         self.scheduler = Scheduler(
-            SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget),
+            SchedulerConfig(
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=budget,
+                max_steps_in_flight=steps_in_flight,
+            ),
             cache,
             self.ledger,
             eos_token_ids=frozenset({0}),

@@ -103,12 +103,9 @@ class CaptureBuffer:
         """
         if self._num_tokens is None:
             raise CaptureError("there is nothing to take a snapshot of; begin() was not called")
-        missing = [
-            layer
-            for layer, captured in zip(self.schema.layer_ids, self._captured, strict=True)
-            if not captured
-        ]
-        if missing:
+        if not all(self._captured):
+            layers = zip(self.schema.layer_ids, self._captured, strict=True)
+            missing = [layer for layer, captured in layers if not captured]
             raise CaptureError(
                 f"layers {missing} did not capture in a forward of {self._num_tokens} tokens; their "
                 "routers did not run, or a compiled forward was built without the capture"

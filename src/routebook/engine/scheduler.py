@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from routebook.engine.config import SchedulerConfig
+from routebook.engine.input_batch import IntArray
 from routebook.engine.kv_cache_manager import KVCacheManager
 from routebook.engine.request import FinishReason, Request, RequestStatus
 from routebook.engine.step import ForcedRows, ModelRunnerOutput, NewRequestData, SchedulerOutput
@@ -108,7 +109,7 @@ class Scheduler:
                     counts_R=output.counts_R,
                     ids_TLK=output.side.routed_experts.ids_TLK,
                     weight_version=step.weight_version,
-                    runs_R=np.array([step.runs[r] for r in output.request_ids], np.int64),
+                    runs_R=self._runs(step, output),
                 )
             )
         else:
@@ -121,6 +122,12 @@ class Scheduler:
             self._append_token(request, token_id, output)
             updated.append(request)
         return updated
+
+    def _runs(self, step: SchedulerOutput, output: ModelRunnerOutput) -> IntArray | None:
+        """Run of each request in the step; with one step at a time it is always the present one."""
+        if self.config.max_steps_in_flight == 1:
+            return None
+        return np.array([step.runs[request_id] for request_id in output.request_ids], np.int64)
 
     def finish(
         self, request: Request, reason: FinishReason, stop_reason: int | str | None = None
