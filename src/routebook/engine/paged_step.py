@@ -64,18 +64,18 @@ class PagedStep:
         """Attend with the queries of one group, `[B, n, H, D]` or flat; return `[B, n, H, V]`."""
         group = self.groups[index]
         num_seqs, num_tokens = group.positions_Bn.shape
-        context = group.blocks_BN.shape[1] * self.block_size
-        keys, values = self.pool.read_blocks(call.layer, group.blocks_BN.view(-1))
-        key_BGCD = keys.view(num_seqs, context, *keys.shape[1:]).transpose(1, 2)
-        value_BGCV = values.view(num_seqs, context, *values.shape[1:]).transpose(1, 2)
-        num_kv_heads = key_BGCD.shape[1]
+        key_BGCD, value_BGCV = self.pool.read_blocks(call.layer, group.blocks_BN)
+        num_kv_heads, context = key_BGCD.shape[1:3]
         num_heads, key_dim = query.shape[-2:]
-        query_BHnD = query.reshape(num_seqs, num_tokens, num_heads, key_dim).transpose(1, 2)
-        # The query heads of one KV head act as its queries, so nothing needs to be repeated.
-        grouped = query_BHnD.reshape(num_seqs, num_kv_heads, -1, key_dim)
         mask = self._mask(index, call, context)
-        if num_tokens > 1:
-            mask = mask.repeat(1, 1, num_heads // num_kv_heads, 1)
+        # The query heads of one KV head act as its queries, so nothing needs to be repeated.
+        if num_tokens == 1:
+            grouped = query.reshape(num_seqs, num_kv_heads, -1, key_dim)
+            out = _attend(call, grouped, key_BGCD, value_BGCV, mask)
+            return out.reshape(num_seqs, 1, num_heads, -1)
+        query_BHnD = query.reshape(num_seqs, num_tokens, num_heads, key_dim).transpose(1, 2)
+        grouped = query_BHnD.reshape(num_seqs, num_kv_heads, -1, key_dim)
+        mask = mask.repeat(1, 1, num_heads // num_kv_heads, 1)
         out = _attend(call, grouped, key_BGCD, value_BGCV, mask)
         return out.reshape(num_seqs, num_heads, num_tokens, -1).transpose(1, 2)
 

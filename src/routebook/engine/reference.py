@@ -46,11 +46,10 @@ def _first_key(call: AttentionCall, position: int) -> int:
 
 
 def _attend_one(
-    call: AttentionCall, query_HD: torch.Tensor, key_CGD: torch.Tensor, value_CGV: torch.Tensor
+    call: AttentionCall, query_HD: torch.Tensor, key_GCD: torch.Tensor, value_GCV: torch.Tensor
 ) -> torch.Tensor:
     """One query over its keys: `[H, V]`."""
-    key_GDC = key_CGD.permute(1, 2, 0).contiguous()
-    value_GCV = value_CGV.transpose(0, 1).contiguous()
+    key_GDC = key_GCD.transpose(1, 2).contiguous()
     grouped = query_HD.reshape(key_GDC.shape[0], -1, query_HD.shape[-1])
     scores = softcapped(torch.bmm(grouped, key_GDC) * call.scaling, call.softcap)
     sinks = None if call.sinks_H is None else call.sinks_H.view(key_GDC.shape[0], -1)
