@@ -367,3 +367,15 @@ def test_repr_is_one_short_line():
     assert repr(make_record(6).pad(tokens(9))) == (
         "RoutedExperts(positions [0, 9), 6 valid, 2 layers, top 2 of 16)"
     )
+
+
+@pytest.mark.parametrize("version", [-1, 2**32, 1.9, [0, -1, 2]])
+def test_weight_versions_are_refused_rather_than_wrapped(version: object) -> None:
+    record = make_record(3)
+    with pytest.raises(RecordError, match="not whole numbers below"):
+        RoutedExperts.from_rows(
+            record.schema,
+            record.ids_TLK,
+            [100, 101, 102],
+            version_T=version,  # type: ignore[arg-type]
+        )

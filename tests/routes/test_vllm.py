@@ -5,7 +5,7 @@ import io
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from routebook.errors import DamagedError, FormatError, RecordError, TruncatedError
@@ -160,7 +160,15 @@ def test_bytes_after_the_array_are_refused():
         from_vllm(base64.b64encode(data).decode(), SCHEMA, tokens(7))
 
 
+def test_a_minor_version_that_numpy_does_not_know_is_refused():
+    data = bytearray(base64.b64decode(npy(FULL)))
+    data[7] = 1
+    with pytest.raises(FormatError, match=r"version 1\.1 is not known"):
+        from_vllm(base64.b64encode(data).decode(), SCHEMA, tokens(7))
+
+
 @given(st.data())
+@settings(max_examples=1000)
 def test_damage_raises_nothing_but_errors_of_ours(data):
     damaged = bytearray(base64.b64decode(npy(FULL)))
     index = st.integers(0, len(damaged) - 1)

@@ -115,7 +115,7 @@ class RoutedExperts:
         num_rows = len(ids_TLK)
         if origin_T is None:
             origin_T = np.full(num_rows, Origin.PREFILL, np.uint8)
-        versions_T = np.broadcast_to(np.asarray(version_T, np.uint32), origin_T.shape)
+        versions_T = np.broadcast_to(_as_versions(version_T), origin_T.shape)
         tokens_T = as_token_ids(token_ids)
         if start < 0 or len(tokens_T) < start + num_rows:
             raise TokenMismatchError(
@@ -404,6 +404,16 @@ class RoutedExperts:
                 f"prefix_hash={self.prefix_hash} at start {self.start}: it is the 32-bit hash of "
                 "the tokens before the start, and 0 if there are none"
             )
+
+
+def _as_versions(version_T: npt.ArrayLike) -> npt.NDArray[np.uint32]:
+    """Weight versions as uint32; a cast alone would wrap what does not fit."""
+    given = np.asarray(version_T)
+    if given.dtype.kind not in "iu" or (
+        given.size and not 0 <= given.min() <= given.max() < _HASHES
+    ):
+        raise RecordError(f"weight versions {given} are not whole numbers below 2**32")
+    return given.astype(np.uint32)
 
 
 def _remake(fields: dict[str, Any]) -> RoutedExperts:

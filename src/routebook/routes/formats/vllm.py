@@ -135,8 +135,8 @@ def _npy_header(data: bytes) -> tuple[bytes, int]:
         raise FormatError(f"this is no .npy file: it begins with {data[:6].hex(' ')}")
     if len(data) < 12:
         raise TruncatedError(f"an .npy file of {len(data)} bytes ends before its header")
-    if data[6] not in (1, 2, 3):
-        raise FormatError(f"an .npy file of version {data[6]} is not known; save it anew")
+    if data[6] not in (1, 2, 3) or data[7] != 0:
+        raise FormatError(f"an .npy file of version {data[6]}.{data[7]} is not known; save it anew")
     header_at = 10 if data[6] == 1 else 12
     (nbytes,) = struct.unpack_from("<H" if data[6] == 1 else "<I", data, 8)
     if len(data) < header_at + nbytes:
