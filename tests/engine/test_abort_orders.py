@@ -103,7 +103,7 @@ def test_every_order_of_abort_step_and_end(
         record, request = schedule.record, schedule.request
         assert record is not None, word
         assert record.num_rows == request.num_tokens - 1, word
-        if request.num_output_tokens:
+        if request.output_token_ids:
             # Each generated token was delivered after all rows before it.
             assert record.complete, word
         schedule.system.scheduler.check_integrity()

@@ -87,11 +87,6 @@ class Request:
         return self.num_tokens + self.num_placeholders - self.num_computed_tokens
 
     @property
-    def num_output_tokens(self) -> int:
-        """Generated tokens."""
-        return len(self.token_ids) - self.num_prompt_tokens
-
-    @property
     def output_token_ids(self) -> list[int]:
         """Generated tokens."""
         return self.token_ids[self.num_prompt_tokens :]
