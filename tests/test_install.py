@@ -24,10 +24,13 @@ from routebook.routes import RoutedExperts, RouteSample, RouteSchema, RoutesWrit
 for name in ("torch", "transformers"):
     assert importlib.util.find_spec(name) is None, name
 assert routebook.__file__.startswith(sys.prefix), routebook.__file__
+from routebook.routes.formats import get_format
 schema = RouteSchema(layer_ids=(1, 2), num_hidden_layers=3, num_experts=8, top_k=2)
 ids_TLK = np.array([[[0, 1], [2, 3]], [[0, 4], [2, 5]], [[0, 6], [7, 1]]], schema.dtype)
 tokens = np.array([5, 6, 7, 8], np.int32)
 record = RoutedExperts.from_rows(schema, ids_TLK, tokens)
+vllm = get_format("vllm")
+assert (vllm.decode(vllm.encode(record), schema, tokens).ids_TLK == ids_TLK).all()
 with RoutesWriter("bare.routes") as writer:
     writer.write(RouteSample(record=record, token_ids=tokens, num_prompt_tokens=2))
 """

@@ -16,10 +16,13 @@
     │   ├── TruncatedError                  the data ends too early
     │   └── DamagedError                    the data contradicts itself or its checksum
     ├── CaptureError (RuntimeError)         a forward broke a rule of capture; nothing was written
+    ├── ReplayError (RuntimeError)          a forward could not be replayed or recorded as asked
     ├── LedgerError (RuntimeError)          the ledger was used against its contract
     │   └── IntegrityError                  a recount found a leak or a contradiction
     ├── WorkerError (RuntimeError)           the worker failed, so the engine stands still
     │   └── WorkerDiedError                 its process has ended
+    ├── ServerError (RuntimeError)          a server did not do what a client asked of it
+    │   └── UnreachableError                it could not be reached, or went away before its answer was there
     └── MissingExtraError (ImportError)     an optional dependency is not installed
 
 A caller's mistake gets one of these, with the value and the remedy in the message. Our own bugs get an
@@ -93,6 +96,10 @@ class CaptureError(RoutebookError, RuntimeError):
     """A forward pass broke a rule of capture; no row of that pass was handed out."""
 
 
+class ReplayError(RoutebookError, RuntimeError):
+    """A forward could not be replayed or recorded as asked; its output must not be used."""
+
+
 class LedgerError(RoutebookError, RuntimeError):
     """The ledger was used against its contract."""
 
@@ -115,6 +122,23 @@ class WorkerError(RoutebookError, RuntimeError):
 
 class WorkerDiedError(WorkerError):
     """The worker's process has ended."""
+
+
+class ServerError(RoutebookError, RuntimeError):
+    """A server did not do what a client asked of it; the message has the server's reason.
+
+    Args:
+        message: what happened.
+        status: HTTP status of the answer, None if it had come to no answer or the answer broke off.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class UnreachableError(ServerError):
+    """A server could not be reached, or went away before its answer was there."""
 
 
 class MissingExtraError(RoutebookError, ImportError):

@@ -113,9 +113,8 @@ def encode_frame(
     Raises:
         ConfigError: no such codec.
     """
-    record = source.record if isinstance(source, RouteSample) else source
-    sections = _sections_of(source, record, codec)
-    header = _HEADER_ENCODER.encode(_header_of(source, record, codec, sections))
+    described, sections = describe_frame(source, codec)
+    header = _HEADER_ENCODER.encode(described)
     filling = bytes(_filling(len(header)))
     parts: list[bytes | memoryview] = [
         header,
@@ -155,7 +154,30 @@ def decode_frame(buffer: Buffer) -> RouteSample | RoutedExperts:
         raise DamagedError("the frame does not match its checksum: its bytes were changed")
     payload_at = PREAMBLE_NBYTES + header_nbytes + _filling(header_nbytes)
     header = _read_header(data[PREAMBLE_NBYTES:payload_at], header_nbytes)
-    sections = _split_payload(header, data[payload_at:])
+    return build_frame(header, data[payload_at:])
+
+
+def describe_frame(
+    source: RouteSample | RoutedExperts, codec: str = "raw"
+) -> tuple[FrameHeader, dict[str, Bytes]]:
+    """Header and sections of a frame, for forms that carry them in another envelope.
+
+    Raises:
+        ConfigError: no such codec.
+    """
+    record = source.record if isinstance(source, RouteSample) else source
+    sections = _sections_of(source, record, codec)
+    return _header_of(source, record, codec, sections), sections
+
+
+def build_frame(header: FrameHeader, payload: Bytes) -> RouteSample | RoutedExperts:
+    """Invert :func:`describe_frame`; the payload is the sections, one after the other.
+
+    Raises:
+        DamagedError: header and payload contradict each other or themselves.
+        FormatError: something that only a newer version can read.
+    """
+    sections = _split_payload(header, payload)
     try:
         return _build(header, sections)
     except RecordError as error:

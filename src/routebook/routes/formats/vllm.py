@@ -9,19 +9,27 @@ Legend of shape suffixes: T = rows, H = hidden layers, L = MoE layers, K = top-k
 
 from __future__ import annotations
 
-import base64
-import binascii
 import io
 import re
 import struct
+from itertools import chain
+from typing import Any
 
 import numpy as np
 
-from routebook.errors import DamagedError, FormatError, TruncatedError
-from routebook.routes.provenance import Origin
-from routebook.routes.record import RoutedExperts, RouteIds
+from routebook.errors import FormatError, TruncatedError
+from routebook.routes.formats.base import RouteFormat
+from routebook.routes.formats.base64_text import base64_pieces, decode_base64
+from routebook.routes.formats.hidden_layers import Ids, hidden_layer_blocks, hidden_shape
+from routebook.routes.formats.raw_ids import (
+    check_shape,
+    read_ids,
+    record_of_hidden_layers,
+)
+from routebook.routes.formats.tokens_after import TokensAfter
+from routebook.routes.record import RoutedExperts
 from routebook.routes.schema import RouteSchema
-from routebook.routes.token_hash import TokenIds, as_token_ids
+from routebook.routes.token_hash import TokenIds
 
 _MAGIC = b"\x93NUMPY"
 _HEADER = re.compile(
@@ -30,22 +38,44 @@ _HEADER = re.compile(
 )
 
 
+class VLLMFormat(RouteFormat):
+    """The text of `choices[i].routed_experts`. Drops provenance and hashes; absent rows are refused."""
+
+    name = "vllm"
+
+    def json_parts(self, record: RoutedExperts) -> list[bytes]:
+        """See :class:`RouteFormat`."""
+        schema = record.schema
+        ids_TLK = record.complete_ids(
+            "vLLM's form has no mask for them, so slice to valid rows or choose another format"
+        )
+        dtype = schema.dtype.newbyteorder("<")
+        header = _header_bytes(dtype, hidden_shape(schema, record.num_rows))
+        blocks = hidden_layer_blocks(ids_TLK, schema, dtype)
+        return [b'"', *base64_pieces(chain([header], blocks)), b'"']
+
+    def decode_after(
+        self, value: Any, schema: RouteSchema, tokens: TokensAfter, weight_version: int
+    ) -> RoutedExperts:
+        """See :class:`RouteFormat`.
+
+        Raises:
+            FormatError: also for ids in a dense layer, or a row that is all zeros, as rows are that
+                were never computed.
+        """
+        shape = hidden_shape(schema, tokens.num_rows)
+        ids_THK = _read_npy(decode_base64(value), schema.dtype, shape)
+        return record_of_hidden_layers(ids_THK, schema, tokens, weight_version)
+
+
 def to_vllm(record: RoutedExperts) -> str:
     """Write a record as the text of `choices[i].routed_experts`.
 
     Raises:
         RecordError: a row is absent; this form cannot say so.
     """
-    schema = record.schema
-    ids_TLK = record.complete_ids(
-        "vLLM's form has no mask for them, so slice to valid rows or choose another format"
-    )
-    shape = (record.num_rows, schema.num_hidden_layers, schema.top_k)
-    ids_THK = np.zeros(shape, schema.dtype.newbyteorder("<"))
-    ids_THK[:, list(schema.layer_ids)] = ids_TLK
-    file = io.BytesIO()
-    np.save(file, ids_THK, allow_pickle=False)
-    return base64.b64encode(file.getbuffer()).decode("ascii")
+    text: str = VLLMFormat().encode(record)
+    return text
 
 
 def from_vllm(
@@ -74,35 +104,18 @@ def from_vllm(
             computed.
         RecordError: an id that no expert has.
     """
-    tokens_T = as_token_ids(token_ids)
-    num_rows = len(tokens_T) - 1 - start
-    if start < 0 or num_rows < 0:
-        raise FormatError(f"start={start} lies outside a sequence of {len(tokens_T)} tokens")
-    shape = (num_rows, schema.num_hidden_layers, schema.top_k)
-    ids_THK = _read_npy(_decode_base64(text), schema.dtype, shape)
-    _check_dense(ids_THK, schema)
-    ids_TLK = ids_THK[:, list(schema.layer_ids)]
-    _check_computed(ids_TLK, schema, start)
-    return RoutedExperts.from_rows(
-        schema,
-        ids_TLK,
-        tokens_T,
-        start,
-        origin_T=np.full(num_rows, Origin.TRANSFERRED, np.uint8),
-        version_T=weight_version,
-    )
+    return VLLMFormat().decode(text, schema, token_ids, start, weight_version=weight_version)
 
 
-def _decode_base64(text: str) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise FormatError(f"routed_experts is not base64: {error}") from error
+def _header_bytes(dtype: np.dtype[Any], shape: tuple[int, int, int]) -> bytes:
+    """What `np.save` writes before the array."""
+    file = io.BytesIO()
+    described = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False}
+    np.lib.format.write_array_header_1_0(file, {**described, "shape": shape})
+    return file.getvalue()
 
 
-def _read_npy(
-    data: bytes, dtype: np.dtype[np.unsignedinteger], shape: tuple[int, int, int]
-) -> RouteIds:
+def _read_npy(data: bytes, dtype: np.dtype[np.unsignedinteger], shape: tuple[int, int, int]) -> Ids:
     """Read an `.npy` file that must hold exactly this dtype and shape, as a view.
 
     numpy's own reader evaluates the header as Python text and allocates what it claims before it
@@ -119,14 +132,8 @@ def _read_npy(
         )
     if match[2] == b"True":
         raise FormatError("the array lies in Fortran order; save it in C order")
-    _check_shape(tuple(int(size) for size in match.groups()[2:]), shape)
-    given, expected = len(data) - data_at, int(np.prod(shape)) * dtype.itemsize
-    if given < expected:
-        raise TruncatedError(f"the array takes {expected} bytes, but only {given} are there")
-    if given > expected:
-        raise DamagedError(f"{given - expected} bytes follow the array")
-    ids: RouteIds = np.frombuffer(data, found, offset=data_at).reshape(shape)
-    return ids.astype(dtype, copy=False)
+    check_shape(tuple(int(size) for size in match.groups()[2:]), shape)
+    return read_ids(memoryview(data)[data_at:], dtype, shape)
 
 
 def _npy_header(data: bytes) -> tuple[bytes, int]:
@@ -142,42 +149,3 @@ def _npy_header(data: bytes) -> tuple[bytes, int]:
     if len(data) < header_at + nbytes:
         raise TruncatedError(f"an .npy file of {len(data)} bytes ends within its header")
     return data[header_at : header_at + nbytes], header_at + nbytes
-
-
-def _check_shape(found: tuple[int, ...], shape: tuple[int, int, int]) -> None:
-    if found[1:] != shape[1:]:
-        raise FormatError(
-            f"the array has {found[1]} layers and top-k {found[2]}; this model has "
-            f"{shape[1]} hidden layers and top-k {shape[2]}"
-        )
-    if found[0] != shape[0]:
-        raise FormatError(
-            f"the array has {found[0]} rows, but the tokens after the start leave {shape[0]}; pass "
-            "all tokens of the sequence, and the start that was asked for"
-        )
-
-
-def _check_dense(ids_THK: RouteIds, schema: RouteSchema) -> None:
-    is_dense_H = np.ones(schema.num_hidden_layers, np.bool_)
-    is_dense_H[list(schema.layer_ids)] = False
-    # First over the rows: that pass is vectorised, one over the short last axis is not.
-    used_HK = np.asarray(ids_THK.any(axis=0))
-    used_H = used_HK.any(axis=1) & is_dense_H
-    if used_H.any():
-        raise FormatError(
-            f"layer {int(np.flatnonzero(used_H)[0])} has ids, but the schema names only the layers "
-            f"{list(schema.layer_ids)}; check layer_ids"
-        )
-
-
-def _check_computed(ids_TLK: RouteIds, schema: RouteSchema, start: int) -> None:
-    """No top-k picks expert 0 twice: a row that begins so is a row of zeros, never written."""
-    if schema.top_k == 1:
-        return
-    missing_TL = (ids_TLK[:, :, 0] | ids_TLK[:, :, 1]) == 0
-    if missing_TL.any():
-        row, layer = np.argwhere(missing_TL)[0]
-        raise FormatError(
-            f"the row at position {start + int(row)}, layer {schema.layer_ids[layer]}, is "
-            f"{ids_TLK[row, layer]}: it was not captured, so its experts are not known"
-        )
