@@ -13,19 +13,25 @@ import pytest
 import routebook
 
 ROOT = Path(routebook.__file__).parent
-HEAVY = ("torch", "transformers", "vllm", "starlette")
+HEAVY = ("torch", "transformers", "vllm", "starlette", "fastapi", "uvicorn", "httpx")
 
 # What a part may import from outside of Python's own library, and which other parts.
 ONLY = {
     "errors": (set(), set()),
     "config": (set(), {"errors"}),
-    "routes": ({"numpy", "msgspec", "zstandard"}, {"routes", "config", "errors"}),
+    "routes": ({"numpy", "msgspec", "pybase64", "zstandard"}, {"routes", "config", "errors"}),
     "ledger": ({"numpy", "msgspec", "zstandard"}, {"ledger", "routes", "config", "errors"}),
 }
 # What a part must not import, where the rest is free.
 NEVER = {
     "capture": {"routebook.engine", "routebook.hosts", "routebook.server", "transformers", "vllm"},
-    "engine": {"routebook.hosts", "routebook.server", "routebook.cli", "vllm", "starlette"},
+    "engine": {
+        *("routebook.hosts", "routebook.server", "routebook.client", "routebook.cli"),
+        *("vllm", "fastapi", "starlette", "uvicorn", "httpx"),
+    },
+    "server": {"routebook.hosts", "routebook.client", "routebook.cli", "torch", "vllm"},
+    "client": {"routebook.server", "routebook.cli", "torch", "transformers", "vllm"},
+    "replay": {"routebook.server", "routebook.client", "routebook.cli", "vllm"},
     "hosts": {"routebook.engine", "routebook.server", "routebook.cli"},
 }
 # The ledger's conformance suite ships with the package and is made of tests.

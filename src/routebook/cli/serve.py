@@ -1,0 +1,68 @@
+"""`routebook serve MODEL`: answer requests over HTTP."""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+from typing import Any
+
+from routebook.cli.extras import engine_module
+from routebook.cli.options import add_options, take_options
+from routebook.cli.quiet import quiet_loading
+from routebook.engine.config import (
+    CacheConfig,
+    EngineConfig,
+    ExecutorConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+from routebook.errors import MissingExtraError
+from routebook.server.config import ServerConfig
+
+_CONFIGS = (ModelConfig, CacheConfig, SchedulerConfig, ExecutorConfig)
+_DESCRIPTION = """Serve a mixture-of-experts model over HTTP, with the endpoints of vLLM, OpenAI and SGLang that
+trainers call. The model runs in a process of its own unless --executor says otherwise."""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "serve",
+        help="answer requests over HTTP",
+        usage="%(prog)s MODEL [--host HOST] [--port N] [--api-key TEXT] [options]",
+        description=_DESCRIPTION,
+    )
+    parser.add_argument("model", metavar="MODEL", help="a folder, a hub id, or `tiny`")
+    for config in (ServerConfig, *_CONFIGS):
+        add_options(parser, config)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until a signal ends it."""
+    config = ServerConfig(**take_options(arguments, ServerConfig))
+    # The model's own threads would take turns with the event loop in one interpreter.
+    options: dict[str, Any] = {"executor": "process"}
+    for kind in _CONFIGS:
+        options |= take_options(arguments, kind)
+    engine_config = EngineConfig.from_options(**options)
+    engine_module("engine")
+    quiet_loading(arguments.model)
+    _server_module().serve(arguments.model, engine_config, config, ready=_say_ready)
+    return 0
+
+
+def _say_ready(address: str) -> None:
+    print(f"routebook serves at {address}", flush=True)
+
+
+def _server_module() -> Any:
+    """The server, or a clear word about what to install for it."""
+    try:
+        return import_module("routebook.server.run")
+    except ModuleNotFoundError as error:
+        if error.name is not None and error.name.startswith("routebook"):
+            raise
+        raise MissingExtraError(
+            f"this command needs {error.name!r}; install it with: pip install 'routebook[server]'"
+        ) from error

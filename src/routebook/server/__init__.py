@@ -1,0 +1,1 @@
+"""HTTP in front of an engine."""

@@ -1,0 +1,1 @@
+"""The shapes of answers: what each endpoint makes of the same completions."""
