@@ -31,7 +31,10 @@ NEVER = {
     },
     "server": {"routebook.hosts", "routebook.client", "routebook.cli", "torch", "vllm"},
     "client": {"routebook.server", "routebook.cli", "torch", "transformers", "vllm"},
-    "replay": {"routebook.server", "routebook.client", "routebook.cli", "vllm"},
+    "replay": {
+        *("routebook.engine", "routebook.server", "routebook.client", "routebook.cli"),
+        *("routebook.hosts", "vllm"),
+    },
     "hosts": {"routebook.engine", "routebook.server", "routebook.cli"},
 }
 # The ledger's conformance suite ships with the package and is made of tests.

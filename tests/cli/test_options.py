@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from routebook.cli import generate as generate_module
-from routebook.cli.main import build_parser
+from routebook.cli.parser import build_parser
 from routebook.engine.config import CacheConfig, ExecutorConfig, ModelConfig, SchedulerConfig
 from routebook.engine.sampling_params import SamplingParams
 from routebook.engine.verification import Verifier
@@ -17,15 +17,26 @@ from routebook.engine.verification import Verifier
 # A new flag is a promise to users: write it down here, on purpose.
 FLAGS = {
     "demo": "--help --out",
+    "drift": "--help --model --dtype --device --json --html",
     "generate": """--help --prompt --prompts-file --out
         --n --max-tokens --temperature --top-k --top-p --min-p --seed --stop --stop-token-ids
+        --include-stop-text --no-include-stop-text --skip-special-tokens --no-skip-special-tokens
         --ignore-eos --no-ignore-eos --logprobs --routed-experts --no-routed-experts
         --routed-experts-prompt-start
         --dtype --device --reference --no-reference
         --block-size --num-blocks --kv-cache-gib --prefix-caching --no-prefix-caching --ledger
+        --recompute --check-when-idle --no-check-when-idle
         --max-num-seqs --max-num-batched-tokens --max-model-len --max-steps-in-flight --base-seed
         --executor""",
     "inspect": "--help --json --html",
+    "serve": """--help --host --port --api-key --served-model-name --chat-template
+        --return-routed-experts --no-return-routed-experts --max-queued --max-open-requests
+        --max-request-bytes --stall-timeout --encoder-threads
+        --dtype --device --reference --no-reference
+        --block-size --num-blocks --kv-cache-gib --prefix-caching --no-prefix-caching --ledger
+        --recompute --check-when-idle --no-check-when-idle
+        --max-num-seqs --max-num-batched-tokens --max-model-len --max-steps-in-flight --base-seed
+        --executor""",
     "verify": "--help --model --ignore-order --dtype --device",
 }
 
@@ -40,6 +51,8 @@ SAMPLING = {
     "seed": (["--seed", "3"], 3),
     "stop": (["--stop", "a", "--stop", "b c"], ("a", "b c")),
     "stop_token_ids": (["--stop-token-ids", "4", "--stop-token-ids", "5"], (4, 5)),
+    "include_stop_text": (["--include-stop-text"], True),
+    "skip_special_tokens": (["--no-skip-special-tokens"], False),
     "ignore_eos": (["--ignore-eos"], True),
     "logprobs": (["--logprobs", "0"], 0),
     "routed_experts": (["--no-routed-experts"], False),
@@ -54,6 +67,8 @@ ENGINE = {
     "kv_cache_gib": (["--kv-cache-gib", "0.25"], 0.25),
     "prefix_caching": (["--no-prefix-caching"], False),
     "ledger": (["--ledger", "slot"], "slot"),
+    "recompute": (["--recompute", "latest"], "latest"),
+    "check_when_idle": (["--check-when-idle"], True),
     "max_num_seqs": (["--max-num-seqs", "6"], 6),
     "max_num_batched_tokens": (["--max-num-batched-tokens", "64"], 64),
     "max_steps_in_flight": (["--max-steps-in-flight", "2"], 2),

@@ -9,10 +9,13 @@ Legend of shape suffixes: N = rows, E = experts, K = top-k.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
+
+from routebook.capture.phimoe import given_weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +31,9 @@ class RouterAdapter:
 
     outputs: tuple[int, int] | None = None
     """For a router without a top-k: where in its output the scores `[N, E]` and the ids `[N, K]` are."""
+
+    weights: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+    """For a router without a top-k: the weights `[N, K]` of given ids, from the router, its scores and the ids."""
 
     method: str = "forward"
     """The method that makes the choice; a narrower one than `forward` spares the experts the interception."""
@@ -55,6 +61,7 @@ ADAPTERS = (
         name="phimoe",
         router_class="PhimoeTopKRouter",
         outputs=(0, 2),
+        weights=given_weights,
         eval_only=True,
     ),
     # Every expert sees every token, scaled by zero where it was not chosen: no ids are passed on.

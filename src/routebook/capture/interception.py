@@ -68,7 +68,9 @@ class ExpertTopK(TorchFunctionMode):
 class OnOff(Protocol):
     """Whether the taps of one capturer are in use."""
 
-    on: bool
+    @property
+    def on(self) -> bool:
+        """Asked at every run of a router."""
 
 
 class RouterTap:
@@ -102,6 +104,11 @@ class RouterTap:
             return self._original(*args, **kwargs)
         return self._tapped(*args, **kwargs)
 
+    @property
+    def is_live(self) -> bool:
+        """Whether somebody still steers it; a copy of a tapped module holds a tap that nobody does."""
+        return getattr(self._switch, "is_attached", True)
+
     def remove(self) -> None:
         """Put the module back as it was found.
 
@@ -121,8 +128,8 @@ class RouterTap:
 
 def is_tapped(module: nn.Module) -> bool:
     """Whether a `RouterTap` holds a method of this module."""
-    methods = module.__dict__.values()
-    return any(isinstance(getattr(m, "__self__", None), RouterTap) for m in methods)
+    holders = [getattr(value, "__self__", None) for value in module.__dict__.values()]
+    return any(isinstance(holder, RouterTap) and holder.is_live for holder in holders)
 
 
 def under_mode(mode: TorchFunctionMode) -> Callable[[Forward], Forward]:

@@ -31,6 +31,8 @@ class RoutedExpertsTensors(NamedTuple):
         """Queue the copy to the host on the current stream; wait for its event before `tolists`."""
         if self.ids_TLK.device.type == "cpu":
             return self
+        # The stream on which it was made may not give its memory to another tensor before it is copied.
+        self.ids_TLK.record_stream(torch.cuda.current_stream(self.ids_TLK.device))
         # Pinned: a copy to pageable memory would block here. The allocator reuses freed pinned pages.
         host_TLK = torch.empty(self.ids_TLK.shape, dtype=self.ids_TLK.dtype, pin_memory=True)
         return RoutedExpertsTensors(host_TLK.copy_(self.ids_TLK, non_blocking=True))
