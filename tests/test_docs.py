@@ -6,7 +6,10 @@ import re
 
 from tests.module_table import PAGE, ROOT, page
 
-PAGES = ("README.md", "ARCHITECTURE.md", "CHANGELOG.md", "training/README.md", "docs/speed.md")
+PAGES = (
+    *("README.md", "ARCHITECTURE.md", "CHANGELOG.md", "training/README.md"),
+    *("docs/speed.md", "docs/server.md", "docs/replay.md"),
+)
 
 
 def test_the_module_table_is_current() -> None:
@@ -21,5 +24,5 @@ def test_every_link_to_a_file_leads_somewhere() -> None:
 
 def test_the_readme_names_every_command() -> None:
     readme = (ROOT / "README.md").read_text()
-    for command in ("demo", "generate", "inspect", "verify"):
+    for command in ("demo", "generate", "inspect", "verify", "serve", "drift"):
         assert f"`routebook {command}" in readme
