@@ -13,7 +13,8 @@ import torch
 
 from routebook.engine.engine import Engine
 from routebook.engine.executor import LocalExecutor
-from routebook.engine.step import ModelRunnerOutput, SchedulerOutput
+from routebook.engine.running_step import RunningStep
+from routebook.engine.step import SchedulerOutput
 from tests.capture.recorder import ExpertsRecorder
 
 
@@ -29,13 +30,13 @@ class ForwardRecorder:
     def __post_init__(self) -> None:
         assert isinstance(self.engine.executor, LocalExecutor)
         self._worker = self.engine.executor.worker
-        self._execute = self._worker.runner.execute
-        self._worker.runner.execute = self._recorded  # type: ignore[method-assign]
+        self._launch = self._worker.runner.launch
+        self._worker.runner.launch = self._recorded  # type: ignore[method-assign]
 
-    def _recorded(self, step: SchedulerOutput) -> ModelRunnerOutput:
+    def _recorded(self, step: SchedulerOutput) -> RunningStep:
         recorder = ExpertsRecorder()
         with recorder.recording(self._worker.loaded.model):
-            output = self._execute(step)
+            running = self._launch(step)
         num_layers = self.engine.schema.num_layers
         layers = [torch.cat(recorder.ids_LNK[layer::num_layers]) for layer in range(num_layers)]
         rows = torch.stack(layers, dim=1).numpy()
@@ -48,4 +49,4 @@ class ForwardRecorder:
         for place, row in zip(places, rows, strict=True):
             self.computed.setdefault(place, []).append((self.num_forwards, row))
         self.num_forwards += 1
-        return output
+        return running

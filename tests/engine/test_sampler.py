@@ -50,7 +50,7 @@ def test_frequencies_follow_the_distribution() -> None:
     draws = 20_000
     tokens, _ = sample(
         scores.expand(draws, -1), [SamplingParams()] * draws, [7] * draws, list(range(draws))
-    )
+    ).tolists()
     counts = np.bincount(tokens, minlength=VOCAB)
     expected = scores[0].softmax(-1).numpy() * draws
     chi_square = ((counts - expected) ** 2 / expected)[expected > 5].sum()
@@ -71,16 +71,16 @@ def test_uniform_numbers_look_uniform_and_differ_by_seed_and_position() -> None:
 def test_a_choice_does_not_depend_on_the_batch() -> None:
     scores = logits(16)
     params = [SamplingParams(temperature=1 + b / 8, top_k=b, top_p=1 - b / 40) for b in range(16)]
-    together, _ = sample(scores, params, list(range(16)), list(range(50, 66)))
+    together, _ = sample(scores, params, list(range(16)), list(range(50, 66))).tolists()
     for b in range(16):
-        alone, _ = sample(scores[b : b + 1], params[b : b + 1], [b], [50 + b])
+        alone, _ = sample(scores[b : b + 1], params[b : b + 1], [b], [50 + b]).tolists()
         assert alone == [together[b]]
 
 
 def test_greedy_and_random_requests_share_a_batch() -> None:
     scores = logits(4)
     params = [SamplingParams(temperature=t) for t in (0, 1, 0, 1)]
-    tokens, _ = sample(scores, params, [1] * 4, [9] * 4)
+    tokens, _ = sample(scores, params, [1] * 4, [9] * 4).tolists()
     assert [tokens[b] for b in (0, 2)] == scores[[0, 2]].argmax(-1).tolist()
 
 
@@ -91,7 +91,7 @@ def test_logprobs_are_of_the_raw_logits() -> None:
         SamplingParams(top_k=1),
         SamplingParams(logprobs=0),
     ]
-    tokens, entries = sample(scores, params, [1, 2, 3], [4, 5, 6])
+    tokens, entries = sample(scores, params, [1, 2, 3], [4, 5, 6]).tolists()
     wanted = scores.log_softmax(-1)
     assert entries.keys() == {0, 2}
     for b, logprobs in entries.items():

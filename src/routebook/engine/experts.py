@@ -1,8 +1,10 @@
-"""The experts' matrix products on the CPU, with less around them.
+"""The experts' matrix products, by what suits the device and the step.
 
 transformers lets a model choose among registered implementations of its experts. On the CPU its grouped one spends
-a third of a small decode step beside the products, on bookkeeping that exists for other devices. This one computes
-the same products in the same order, and hands everything but the plain case to the original.
+a third of a small decode step beside the products, on bookkeeping that exists for other devices. The one here computes
+the same products in the same order, and hands everything but the plain case to the original. On CUDA a small step runs
+over copies of the picked experts' weights, as transformers' own `generate` decodes: the grouped products have a kernel
+for bfloat16 only, and for other dtypes wait for the device.
 
 Legend of shape suffixes: N = tokens, K = top-k, S = N * K picks, D = hidden size.
 """
@@ -13,21 +15,30 @@ from functools import cache
 from typing import Any
 
 import torch
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+from transformers.integrations.moe import (
+    ALL_EXPERTS_FUNCTIONS,
+    batched_mm_experts_forward,
+    grouped_mm_experts_forward,
+)
 
-EXPERTS_NAME = "routebook_grouped"
+EXPERTS_NAME = "routebook_experts"
+_MOST_PICKED_BYTES = 2**28
+"""Copies of weights that one layer of a step may make on CUDA."""
 
 
 def register_experts() -> None:
     """Make the implementation known to transformers; doing it again changes nothing."""
-    ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, grouped_experts_forward)
+    ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, experts_forward)
 
 
-def grouped_experts_forward(
+def experts_forward(
     self: Any, hidden_ND: torch.Tensor, topk_ids_NK: torch.Tensor, weights_NK: torch.Tensor
 ) -> torch.Tensor:
     """Run each token through its experts and sum their outputs by weight: `[N, D]`."""
-    if not _is_plain(self):
+    if hidden_ND.device.type == "cuda" and _picked_nbytes(self, topk_ids_NK) <= _MOST_PICKED_BYTES:
+        picked: torch.Tensor = batched_mm_experts_forward(self, hidden_ND, topk_ids_NK, weights_NK)
+        return picked
+    if hidden_ND.device.type == "cuda" or not _is_plain(self):
         output: torch.Tensor = grouped_mm_experts_forward(self, hidden_ND, topk_ids_NK, weights_NK)
         return output
     num_tokens, top_k = topk_ids_NK.shape
@@ -46,6 +57,13 @@ def _numbers(count: int) -> torch.Tensor:
     """0, 1, ... on the CPU; made once, and outside of any inference mode that a caller may be in."""
     with torch.inference_mode(False):
         return torch.arange(count)
+
+
+def _picked_nbytes(experts: Any, topk_ids_NK: torch.Tensor) -> int:
+    """Bytes of the weights of all picks of a step, each pick counted."""
+    weights = [experts.gate_up_proj if experts.has_gate else experts.up_proj, experts.down_proj]
+    per_pick: int = sum(weight.nbytes // len(weight) for weight in weights)
+    return per_pick * topk_ids_NK.numel()
 
 
 def _is_plain(experts: Any) -> bool:

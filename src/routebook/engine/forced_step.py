@@ -13,6 +13,7 @@ import torch
 from routebook.capture.forcing import ForcedRoutes
 from routebook.engine.input_batch import StepInputs
 from routebook.engine.step import ForcedRows
+from routebook.engine.transfers import upload
 from routebook.routes import RouteSchema
 
 
@@ -20,7 +21,7 @@ def forced_routes(
     inputs: StepInputs, forced: Mapping[str, ForcedRows], schema: RouteSchema, device: torch.device
 ) -> ForcedRoutes | None:
     """Routes for the tokens of the step that must take given ones; None if there is no such token."""
-    num_tokens = len(inputs.token_ids_T)
+    num_tokens = len(inputs.positions_T)
     ids_TLK = np.zeros(schema.shape(num_tokens), np.int64)
     forced_T = np.zeros(num_tokens, np.bool_)
     first_rows = (inputs.counts_R.cumsum() - inputs.counts_R).tolist()
@@ -38,4 +39,4 @@ def forced_routes(
         return None
     # Rows that are not valid hold ids that no expert has; they are not used, but must be in range.
     ids_TLK[~forced_T] = 0
-    return ForcedRoutes(torch.from_numpy(ids_TLK).to(device), torch.from_numpy(forced_T).to(device))
+    return ForcedRoutes(*upload(device, ids_TLK, forced_T))

@@ -1,7 +1,8 @@
 """The worker's persistent view of its requests: token ids and block tables in two arrays.
 
 Each request has one row of both arrays for as long as the worker holds it. A step then needs no Python loop over
-tokens: positions, token ids and slots come from a few fancy reads.
+tokens: positions, slots and the places of token ids come from a few fancy reads. The block table is the host's, the
+token ids are the device's (`token_table.py`).
 
 Legend of shape suffixes: R = requests of the step, T = tokens of the step.
 """
@@ -13,9 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from routebook.engine.sampling_params import SamplingParams
 from routebook.engine.step import ForcedRows, NewRequestData, SchedulerOutput
+from routebook.engine.token_table import TokenTable
 
 IntArray = npt.NDArray[np.int64]
 
@@ -25,11 +28,14 @@ class StepInputs:
     """One step in arrays, in batch order."""
 
     request_ids: list[str]
+    generation: int
+    """Changes whenever a request joins or leaves the batch."""
     rows_R: IntArray
     """Row of each request in the batch's arrays."""
     starts_R: IntArray
     counts_R: IntArray
-    token_ids_T: IntArray
+    token_places_T: IntArray
+    """Where each token lies in the token table."""
     positions_T: IntArray
     slot_mapping_T: IntArray
     """KV slot of each token: `block_id * block_size + offset`."""
@@ -42,10 +48,11 @@ class StepInputs:
         for t, request in enumerate(requests_T.tolist()):
             yield StepInputs(
                 request_ids=[self.request_ids[request]],
+                generation=self.generation,
                 rows_R=self.rows_R[request : request + 1],
                 starts_R=self.positions_T[t : t + 1],
                 counts_R=np.ones(1, np.int64),
-                token_ids_T=self.token_ids_T[t : t + 1],
+                token_places_T=self.token_places_T[t : t + 1],
                 positions_T=self.positions_T[t : t + 1],
                 slot_mapping_T=self.slot_mapping_T[t : t + 1],
                 samples_R=self.samples_R[request : request + 1],
@@ -55,14 +62,17 @@ class StepInputs:
 class InputBatch:
     """Token ids, block tables and parameters of the requests that the worker holds."""
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device
+    ) -> None:
         self.block_size = block_size
+        self._generation = 0
         max_blocks = -(-max_model_len // block_size)
         self.block_table = np.zeros((max_num_seqs, max_blocks), np.int32)
         self.params: dict[str, SamplingParams] = {}
         self.seeds: dict[str, int] = {}
         self.forced: dict[str, ForcedRows] = {}
-        self._token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
+        self.tokens = TokenTable(max_num_seqs, max_model_len, device)
         self._num_tokens = np.zeros(max_num_seqs, np.int64)
         self._num_blocks = np.zeros(max_num_seqs, np.int64)
         self._row_of: dict[str, int] = {}
@@ -73,6 +83,7 @@ class InputBatch:
 
     def remove(self, request_ids: list[str]) -> None:
         """Forget requests; their rows become free."""
+        self._generation += bool(request_ids)
         for request_id in request_ids:
             self._free_rows.append(self._row_of.pop(request_id))
             del self.params[request_id], self.seeds[request_id]
@@ -95,32 +106,32 @@ class InputBatch:
         blocks_T = self.block_table[rows_T, positions_T // self.block_size].astype(np.int64)
         return StepInputs(
             request_ids=request_ids,
+            generation=self._generation,
             rows_R=rows_R,
             starts_R=starts_R,
             counts_R=counts_R,
-            token_ids_T=self._token_ids[rows_T, positions_T].astype(np.int64),
+            token_places_T=rows_T * self.tokens.row_length + positions_T,
             positions_T=positions_T,
             slot_mapping_T=blocks_T * self.block_size + positions_T % self.block_size,
             samples_R=starts_R + counts_R == self._num_tokens[rows_R],
         )
 
-    def append_tokens(self, token_ids: dict[str, int]) -> None:
-        """Remember sampled tokens, inputs of later steps; a request at the model's limit has none to come."""
-        rows_B = np.array([self._row_of[request_id] for request_id in token_ids], np.int64)
+    def next_places(self, rows_B: IntArray) -> IntArray:
+        """Places of the next tokens of these rows, which count as known from now on."""
         known_B = self._num_tokens[rows_B]
-        fits_B = known_B < self._token_ids.shape[1]
-        tokens_B = np.array(list(token_ids.values()), np.int32)
-        self._token_ids[rows_B[fits_B], known_B[fits_B]] = tokens_B[fits_B]
-        self._num_tokens[rows_B[fits_B]] += 1
+        self._num_tokens[rows_B] = known_B + 1
+        places_B: IntArray = rows_B * self.tokens.row_length + known_B
+        return places_B
 
     def _add(self, new: NewRequestData) -> None:
+        self._generation += 1
         row = self._free_rows.pop()
         self._row_of[new.request_id] = row
         self.params[new.request_id] = new.sampling_params
         self.seeds[new.request_id] = new.seed
         if new.forced is not None:
             self.forced[new.request_id] = new.forced
-        self._token_ids[row, : len(new.token_ids)] = new.token_ids
+        self.tokens.put(row, new.token_ids)
         self._num_tokens[row] = len(new.token_ids)
         self._num_blocks[row] = 0
         self._append_blocks(row, new.block_ids)

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+
+from routebook.engine.transfers import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,7 @@ class KVPool:
         Slots that the new owner has not written yet are masked, but a mask only adds to scores and scales values:
         what an old owner left there may be NaN, and would stay NaN.
         """
-        blocks = torch.tensor(block_ids, device=self.device)
+        (blocks,) = upload(self.device, np.array(block_ids, np.int64))
         for slots in (*self._keys.values(), *self._values.values()):
             self._by_block(slots).index_fill_(1, blocks, 0)
 

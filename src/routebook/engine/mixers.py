@@ -113,11 +113,6 @@ class StatefulMixers:
         """Forget a request's state; a request without one is no error."""
         self._states.pop(request_id, None)
 
-    def reset(self) -> None:
-        """Forget all states."""
-        self._states.clear()
-        self._step = None
-
     def unbind(self) -> None:
         """Give every mixer its own forward back and forget all states."""
         for module, instance_forward in self._mixers:

@@ -132,7 +132,7 @@ def _set_experts(model: Any, config: ModelConfig) -> None:
     if config.reference or model.dtype == torch.float64:
         # The grouped kernel knows no float64, and its sums depend on the batch.
         model.set_experts_implementation("eager")
-    elif model.device.type == "cpu":
+    else:
         register_experts()
         model.set_experts_implementation(EXPERTS_NAME)
 

@@ -13,23 +13,21 @@ import torch
 
 from routebook.capture.capturer import Capturer
 from routebook.capture.outputs import RoutedExpertsTensors
-from routebook.engine.attention import KVShapeProbe
+from routebook.engine.attention import AttentionStep, KVShapeProbe
 from routebook.engine.config import CacheConfig
 from routebook.engine.forced_step import forced_routes
 from routebook.engine.input_batch import InputBatch, StepInputs
+from routebook.engine.kept_contexts import KeptContexts
 from routebook.engine.kv_pool import KVPool, bytes_per_token
 from routebook.engine.mixers import StatefulMixers
 from routebook.engine.model_loader import LoadedModel
 from routebook.engine.packed_positions import PackedPositions, counts_rows
 from routebook.engine.paged_step import PagedStep
 from routebook.engine.reference import ReferenceStep
-from routebook.engine.sampler import sample
-from routebook.engine.step import (
-    ModelRunnerOutput,
-    SchedulerOutput,
-    SideOutputs,
-    TokenLogprobs,
-)
+from routebook.engine.running_step import RunningStep
+from routebook.engine.sampler import SampledTokens, sample
+from routebook.engine.step import SchedulerOutput
+from routebook.engine.transfers import OutputStream, upload
 from routebook.errors import ConfigError, IntegrityError
 
 _GIB = 2**30
@@ -51,9 +49,15 @@ class ModelRunner:
         )
         self._kv_shapes = probe.shapes
         self._counts_rows = counts_rows(self._model)
-        self.mixers = StatefulMixers.bind(self._model)
+        try:
+            self.mixers = StatefulMixers.bind(self._model)
+        except BaseException:
+            self.capturer.unbind()
+            raise
         self._pool: KVPool | None = None
         self._batch: InputBatch | None = None
+        self._kept: KeptContexts | None = None
+        self._output_stream = OutputStream(loaded.device)
 
     def num_blocks(self, config: CacheConfig, max_num_seqs: int, max_model_len: int) -> int:
         """KV blocks of the pool: as told, or what fits into the memory limit and can be used at all."""
@@ -81,19 +85,17 @@ class ModelRunner:
             dtype=self.loaded.dtype,
             device=self.loaded.device,
         )
-        self._batch_sizes = (max_num_seqs, max_model_len, block_size)
+        self._batch_sizes = (max_num_seqs, max_model_len, block_size, self.loaded.device)
+        self._kept = KeptContexts(bytes_per_token(self._kv_shapes, self.loaded.dtype))
         self._batch = InputBatch(*self._batch_sizes)
-
-    def reset(self) -> None:
-        """Forget all requests and states, also those of a step that failed half-way."""
-        self._batch = InputBatch(*self._batch_sizes)
-        if self.mixers is not None:
-            self.mixers.reset()
 
     def drop(self, request_ids: list[str]) -> None:
         """Forget requests, with their recurrent states."""
         assert self._batch is not None
+        assert self._kept is not None
         self._batch.remove(request_ids)
+        if not len(self._batch):
+            self._kept.clear()
         if self.mixers is not None:
             for request_id in request_ids:
                 self.mixers.drop(request_id)
@@ -112,29 +114,27 @@ class ModelRunner:
             )
 
     @torch.inference_mode()
-    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step and sample the next token of each request whose known tokens are all computed."""
+    def launch(self, step: SchedulerOutput) -> RunningStep:
+        """Run one step and sample the next token of each request whose known tokens are all computed.
+
+        On CUDA it is queued, and nothing here waits for the device.
+        """
         assert self._batch is not None
         self.drop(step.dropped_request_ids)
         self._batch.update(step)
         self._clear_new_blocks(step)
         inputs = self._batch.inputs(step)
         forward = self._forward_by_token if self._reference else self._forward
-        logits_RV, captured = forward(inputs, capture=step.capture)
-        rows = captured.to_cpu_nonblocking() if captured is not None else None
-        sampled, logprobs = self._sample(inputs, logits_RV)
-        if self.loaded.device.type == "cuda":
-            # Sampled ids and rows were queued on one stream: one wait covers both.
-            torch.cuda.current_stream(self.loaded.device).synchronize()
-        self._batch.append_tokens(sampled)
-        return ModelRunnerOutput(
-            request_ids=inputs.request_ids,
-            starts_R=inputs.starts_R,
-            counts_R=inputs.counts_R,
-            sampled_token_ids=sampled,
-            logprobs=logprobs,
-            side=SideOutputs(routed_experts=rows.tolists() if rows is not None else None),
-        )
+        logits_RV, rows = forward(inputs, capture=step.capture)
+        sampled_ids, sampled = self._sample(inputs, logits_RV)
+        with self._output_stream.behind_the_step():
+            return RunningStep(
+                inputs=inputs,
+                sampled_ids=sampled_ids,
+                sampled=sampled.to_cpu_nonblocking() if sampled is not None else None,
+                rows=rows.to_cpu_nonblocking() if rows is not None else None,
+                event=self._output_stream.mark(),
+            )
 
     def _clear_new_blocks(self, step: SchedulerOutput) -> None:
         """Wipe what old owners left in the blocks that the step hands out; shared ones stay as they are."""
@@ -153,26 +153,32 @@ class ModelRunner:
         """Logits `[R, V]` of each request's last token of the step, and the step's rows if wanted."""
         assert self._pool is not None
         assert self._batch is not None
-        kind = ReferenceStep if self._reference else PagedStep
         if self.mixers is not None:
             self.mixers.begin_step(_segments(inputs))
-        positions_T = self._to_device(inputs.positions_T)
+        device = self.loaded.device
+        places_T, positions_T, last_rows_R = upload(
+            device, inputs.token_places_T, inputs.positions_T, inputs.counts_R.cumsum() - 1
+        )
         forced = None
         if self._batch.forced:
-            device = self.loaded.device
             forced = forced_routes(inputs, self._batch.forced, self.capturer.schema, device)
         with self.capturer.armed(len(positions_T), forced) if capture else nullcontext():
             output = self._model(
-                input_ids=self._to_device(inputs.token_ids_T)[None],
+                input_ids=self._batch.tokens.take(places_T)[None],
                 position_ids=positions_T[None],
                 past_key_values=PackedPositions(positions_T) if self._counts_rows else None,
-                logits_to_keep=self._to_device(inputs.counts_R.cumsum() - 1),
+                logits_to_keep=last_rows_R,
                 use_cache=False,
-                routebook_step=kind(
-                    self._pool, inputs, self._batch.block_table, self._batch.block_size
-                ),
+                routebook_step=self._attention_step(inputs),
             )
         return output.logits[0], self.capturer.snapshot() if capture else None
+
+    def _attention_step(self, inputs: StepInputs) -> AttentionStep:
+        pool, batch = self._pool, self._batch
+        assert pool is not None
+        assert batch is not None
+        kind, kept = (ReferenceStep, None) if self._reference else (PagedStep, self._kept)
+        return kind(pool, inputs, batch.block_table, batch.block_size, kept)
 
     def _forward_by_token(
         self, inputs: StepInputs, *, capture: bool
@@ -186,25 +192,24 @@ class ModelRunner:
 
     def _sample(
         self, inputs: StepInputs, logits_RV: torch.Tensor
-    ) -> tuple[dict[str, int], dict[str, TokenLogprobs]]:
-        """Next token of each request whose known tokens are all computed, and log-probabilities if asked."""
-        assert self._batch is not None
-        chosen = np.flatnonzero(inputs.samples_R).tolist()
-        if not chosen:
-            return {}, {}
+    ) -> tuple[list[str], SampledTokens | None]:
+        """Sample where all known tokens are computed, and write the tokens where later steps read them."""
         batch = self._batch
-        request_ids = [inputs.request_ids[r] for r in chosen]
-        token_ids, logprobs = sample(
-            logits_RV if len(chosen) == len(logits_RV) else logits_RV[chosen],
+        assert batch is not None
+        chosen_B = np.flatnonzero(inputs.samples_R)
+        if not len(chosen_B):
+            return [], None
+        request_ids = [inputs.request_ids[r] for r in chosen_B.tolist()]
+        places_B = batch.next_places(inputs.rows_R[chosen_B])
+        places, chosen = upload(self.loaded.device, places_B, chosen_B)
+        sampled = sample(
+            logits_RV if len(chosen_B) == len(logits_RV) else logits_RV[chosen],
             [batch.params[request_id] for request_id in request_ids],
             [batch.seeds[request_id] for request_id in request_ids],
-            (inputs.starts_R + inputs.counts_R)[chosen].tolist(),
+            (inputs.starts_R + inputs.counts_R)[chosen_B].tolist(),
         )
-        sampled = dict(zip(request_ids, token_ids, strict=True))
-        return sampled, {request_ids[b]: entry for b, entry in logprobs.items()}
-
-    def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.loaded.device, non_blocking=True)
+        batch.tokens.write(places, sampled.token_ids_B)
+        return request_ids, sampled
 
 
 def _segments(inputs: StepInputs) -> list[tuple[str, int, int, int]]:

@@ -17,7 +17,9 @@ import torch.nn.functional as F
 
 from routebook.engine.attention import AttentionCall
 from routebook.engine.input_batch import IntArray, StepInputs
+from routebook.engine.kept_contexts import Contexts, KeptContexts
 from routebook.engine.kv_pool import KVPool
+from routebook.engine.transfers import upload
 
 _MOST_PADDING = 2
 
@@ -34,19 +36,32 @@ class Group:
 
 
 class PagedStep:
-    """Writes a step's keys and values into the pool and attends over the pool, layer by layer."""
+    """Writes a step's keys and values into the pool and attends over the pool, layer by layer.
+
+    Args:
+        pool: keys and values of all requests.
+        inputs: the step.
+        block_table: int32 `[rows, blocks]`, blocks of each row of the batch.
+        block_size: tokens per block.
+        kept: contexts that the step before left, for steps of decodes; None keeps none.
+    """
 
     def __init__(
-        self, pool: KVPool, inputs: StepInputs, block_table: np.ndarray, block_size: int
+        self,
+        pool: KVPool,
+        inputs: StepInputs,
+        block_table: np.ndarray,
+        block_size: int,
+        kept: KeptContexts | None,
     ) -> None:
         self.pool = pool
         self.device = pool.device
         self.block_size = block_size
         self._inputs = inputs
         self._block_table = block_table
-        self.slot_mapping_T = self._tensor(inputs.slot_mapping_T)
-        self.groups = [self._make_group(requests) for requests in _group_requests(inputs)]
+        self.slot_mapping_T, self.groups = self._upload()
         self._masks: dict[tuple[int, int | None, int | None], torch.Tensor] = {}
+        self._kept = self._begin_kept(kept)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Return `[T, H, V]`."""
@@ -64,7 +79,7 @@ class PagedStep:
         """Attend with the queries of one group, `[B, n, H, D]` or flat; return `[B, n, H, V]`."""
         group = self.groups[index]
         num_seqs, num_tokens = group.positions_Bn.shape
-        key_BGCD, value_BGCV = self.pool.read_blocks(call.layer, group.blocks_BN)
+        key_BGCD, value_BGCV = self._contexts(call, group)
         num_kv_heads, context = key_BGCD.shape[1:3]
         num_heads, key_dim = query.shape[-2:]
         mask = self._mask(index, call, context)
@@ -78,6 +93,31 @@ class PagedStep:
         mask = mask.repeat(1, 1, num_heads // num_kv_heads, 1)
         out = _attend(call, grouped, key_BGCD, value_BGCV, mask)
         return out.reshape(num_seqs, num_heads, num_tokens, -1).transpose(1, 2)
+
+    def _begin_kept(self, kept: KeptContexts | None) -> KeptContexts | None:
+        """Where the contexts of this step are kept, or None if it is not one of decodes alone."""
+        if kept is None:
+            return None
+        first = self.groups[0]
+        if first.rows_Bn is None and first.positions_Bn.shape[1] == 1:
+            context = first.blocks_BN.shape[1] * self.block_size
+            if kept.begin_step(self._inputs, context):
+                return kept
+        else:
+            kept.clear()
+        return None
+
+    def _contexts(self, call: AttentionCall, group: Group) -> Contexts:
+        """Keys and values of a group's sequences, the step's own included."""
+        if self._kept is None:
+            return self.pool.read_blocks(call.layer, group.blocks_BN)
+        return self._kept.extended(
+            call.layer,
+            group.positions_Bn.view(-1),
+            call.key_TGD,
+            call.value_TGV,
+            lambda: self.pool.read_blocks(call.layer, group.blocks_BN),
+        )
 
     def _mask(self, index: int, call: AttentionCall, context: int) -> torch.Tensor:
         """What to add to a group's scores, `[B, 1, n, C]`: 0 for keys that the query sees, else -inf."""
@@ -95,26 +135,37 @@ class PagedStep:
             self._masks[name] = torch.where(seen, 0.0, hidden)
         return self._masks[name]
 
-    def _make_group(self, requests_B: IntArray) -> Group:
+    def _upload(self) -> tuple[torch.Tensor, list[Group]]:
+        """Slot mapping and groups on the device, all in one copy."""
+        laid_out = [self._lay_out(requests_B) for requests_B in _group_requests(self._inputs)]
+        arrays = [array for group in laid_out for array in group]
+        slot_mapping_T, *tensors = upload(self.device, self._inputs.slot_mapping_T, *arrays)
+        groups = [
+            Group(
+                rows_Bn=rows_Bn if rows_Bn.numel() else None,
+                positions_Bn=positions_Bn,
+                blocks_BN=blocks_BN,
+            )
+            for rows_Bn, positions_Bn, blocks_BN in zip(*[iter(tensors)] * 3, strict=True)
+        ]
+        return slot_mapping_T, groups
+
+    def _lay_out(self, requests_B: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+        """Rows, positions and blocks of a group; no rows when it is the whole step, in order."""
         inputs = self._inputs
-        first_rows_B = (inputs.counts_R.cumsum() - inputs.counts_R)[requests_B]
         offsets_n = np.arange(inputs.counts_R[requests_B[0]])
         starts_B = inputs.starts_R[requests_B]
         num_blocks_B = -(-(starts_B + len(offsets_n)) // self.block_size)
         places_N = np.arange(num_blocks_B.max())
-        blocks_BN = self._block_table[inputs.rows_R[requests_B], : len(places_N)]
+        blocks_BN = self._block_table[inputs.rows_R[requests_B], : len(places_N)].astype(np.int64)
         # A sequence that ends earlier is padded with its own first block: its mask hides numbers, but not a NaN,
         # and another request's blocks may hold one.
         blocks_BN = np.where(places_N < num_blocks_B[:, None], blocks_BN, blocks_BN[:, :1])
-        is_whole = len(requests_B) == len(inputs.request_ids)
-        return Group(
-            rows_Bn=None if is_whole else self._tensor(first_rows_B[:, None] + offsets_n),
-            positions_Bn=self._tensor(starts_B[:, None] + offsets_n),
-            blocks_BN=self._tensor(blocks_BN.astype(np.int64)),
-        )
-
-    def _tensor(self, array: IntArray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
+        rows_Bn = np.zeros((0, 0), np.int64)
+        if len(requests_B) < len(inputs.request_ids):
+            first_rows_B = (inputs.counts_R.cumsum() - inputs.counts_R)[requests_B]
+            rows_Bn = first_rows_B[:, None] + offsets_n
+        return rows_Bn, starts_B[:, None] + offsets_n, blocks_BN
 
 
 def _group_requests(inputs: StepInputs) -> list[IntArray]:
@@ -123,7 +174,7 @@ def _group_requests(inputs: StepInputs) -> list[IntArray]:
     # A group is padded to its longest context. Powers of two bound the waste to less than half, also when one
     # long sequence runs beside many short ones; as long as it is small anyway, one group is faster than several.
     is_even = contexts_R.max() * len(contexts_R) <= _MOST_PADDING * contexts_R.sum()
-    if is_even and len(inputs.token_ids_T) == len(contexts_R):
+    if is_even and len(inputs.positions_T) == len(contexts_R):
         return [np.arange(len(contexts_R))]
     scale_R = np.ceil(np.log2(contexts_R))
     kinds, kind_R = np.unique(np.stack([inputs.counts_R, scale_R]), axis=1, return_inverse=True)

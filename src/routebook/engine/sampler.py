@@ -10,6 +10,7 @@ Legend of shape suffixes: B = sampled requests, V = vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +18,57 @@ import torch
 
 from routebook.engine.sampling_params import SamplingParams
 from routebook.engine.step import TokenLogprobs
+from routebook.engine.transfers import download, upload
 
 _UNIFORM_BITS = 24
+
+
+class LogprobsTensors(NamedTuple):
+    """Log-probabilities of the requests that asked; A = such requests, k = the most that one of them wants."""
+
+    asked: list[int]
+    """Places among the sampled requests."""
+    wanted: list[int]
+    """How many of the most likely each wants."""
+    chosen_A1: torch.Tensor
+    top_ids_Ak: torch.Tensor
+    top_Ak: torch.Tensor
+
+    def to_cpu_nonblocking(self) -> LogprobsTensors:
+        """Queue the copies to the host on the current stream."""
+        return self._replace(
+            chosen_A1=download(self.chosen_A1),
+            top_ids_Ak=download(self.top_ids_Ak),
+            top_Ak=download(self.top_Ak),
+        )
+
+
+class SampledTokens(NamedTuple):
+    """What `sample` chose, still where the model runs."""
+
+    token_ids_B: torch.Tensor
+    logprobs: LogprobsTensors | None
+
+    def to_cpu_nonblocking(self) -> SampledTokens:
+        """Queue the copies to the host on the current stream; wait for its event before `tolists`."""
+        logprobs = self.logprobs.to_cpu_nonblocking() if self.logprobs is not None else None
+        return SampledTokens(download(self.token_ids_B), logprobs)
+
+    def tolists(self) -> tuple[list[int], dict[int, TokenLogprobs]]:
+        """The tokens, and for the rows that asked their log-probabilities."""
+        token_ids: list[int] = self.token_ids_B.tolist()
+        if self.logprobs is None:
+            return token_ids, {}
+        asked, wanted, *tensors = self.logprobs
+        rows = zip(asked, wanted, *(tensor.tolist() for tensor in tensors), strict=True)
+        return token_ids, {
+            b: TokenLogprobs(
+                token_id=token_ids[b],
+                logprob=chosen[0],
+                top=tuple(zip(top_ids, top, strict=True))[:count],
+            )
+            for b, count, chosen, top_ids, top in rows
+        }
 
 
 def sample(
@@ -26,26 +76,24 @@ def sample(
     params: Sequence[SamplingParams],
     seeds: Sequence[int],
     positions: Sequence[int],
-) -> tuple[list[int], dict[int, TokenLogprobs]]:
-    """Choose the next token of each request.
+) -> SampledTokens:
+    """Choose the next token of each request, without waiting for the device.
 
     Args:
         logits_BV: one row per request, any float dtype.
         params: what each request asks for.
         seeds: the seed of each request.
         positions: the position that each new token will have.
-
-    Returns:
-        The tokens, and for the rows that asked their log-probabilities.
     """
     token_ids_B = _likeliest(logits_BV)
     random = [b for b, p in enumerate(params) if p.temperature > 0]
     if random:
-        probs = probabilities(logits_BV[random], [params[b] for b in random])
         uniform = uniform_numbers([seeds[b] for b in random], [positions[b] for b in random])
-        token_ids_B[random] = _invert(probs, torch.from_numpy(uniform).to(probs.device))
-    token_ids = token_ids_B.tolist()
-    return token_ids, _logprobs(logits_BV, params, token_ids)
+        uniform_B, random_B = upload(logits_BV.device, uniform, np.array(random))
+        chosen = logits_BV if len(random) == len(logits_BV) else logits_BV[random_B]
+        probs = probabilities(chosen, [params[b] for b in random])
+        token_ids_B.index_copy_(0, random_B, _invert(probs, uniform_B))
+    return SampledTokens(token_ids_B, _logprobs(logits_BV, params, token_ids_B))
 
 
 def probabilities(logits_BV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
@@ -108,26 +156,20 @@ def _invert(probs_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
 
 
 def _logprobs(
-    logits_BV: torch.Tensor, params: Sequence[SamplingParams], token_ids: Sequence[int]
-) -> dict[int, TokenLogprobs]:
+    logits_BV: torch.Tensor, params: Sequence[SamplingParams], token_ids_B: torch.Tensor
+) -> LogprobsTensors | None:
     """Log-probabilities for the requests that asked, under the logits as the model gave them."""
     asked = [b for b, p in enumerate(params) if p.logprobs is not None]
     if not asked:
-        return {}
-    logprobs = torch.log_softmax(logits_BV[asked].float(), dim=-1)
-    chosen = logprobs.gather(-1, torch.tensor([[token_ids[b]] for b in asked]).to(logprobs.device))
-    most = min(max(params[b].logprobs or 0 for b in asked), logprobs.shape[-1])
-    top = logprobs.topk(most, dim=-1)
-    rows = zip(asked, chosen[:, 0].tolist(), top.indices.tolist(), top.values.tolist(), strict=True)
-    return {
-        b: TokenLogprobs(
-            token_id=token_ids[b],
-            logprob=logprob,
-            top=tuple(zip(ids, values, strict=True))[: params[b].logprobs],
-        )
-        for b, logprob, ids, values in rows
-    }
+        return None
+    (asked_A,) = upload(logits_BV.device, np.array(asked))
+    logprobs = torch.log_softmax(logits_BV[asked_A].float(), dim=-1)
+    wanted = [params[b].logprobs or 0 for b in asked]
+    top = logprobs.topk(min(max(wanted), logprobs.shape[-1]), dim=-1)
+    chosen_A1 = logprobs.gather(-1, token_ids_B[asked_A, None])
+    return LogprobsTensors(asked, wanted, chosen_A1, top.indices, top.values)
 
 
 def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=like.device)[:, None]
+    (column,) = upload(like.device, np.array(values, np.float32))
+    return column[:, None]
