@@ -1,4 +1,4 @@
-"""Both ledgers pass the shipped conformance suite, from several sizes of their memory."""
+"""Both ledgers pass the shipped conformance suite, from several sizes of their memory, under either choice of rows."""
 
 from __future__ import annotations
 
@@ -18,6 +18,18 @@ class TestGrowingRequestLedger(LedgerConformance):
     def make_ledger(self, schema: RouteSchema, block_size: int, num_blocks: int) -> Ledger:
         config = LedgerConfig(initial_rows=1, growth_factor=1.1)
         return RequestLedger(schema, block_size, config)
+
+
+class TestLatestRequestLedger(LedgerConformance):
+    def make_ledger(self, schema: RouteSchema, block_size: int, num_blocks: int) -> Ledger:
+        config = LedgerConfig(recompute="latest", growth_factor=1.5)
+        return RequestLedger(schema, block_size, config)
+
+
+class TestLatestKVSlotLedger(LedgerConformance):
+    def make_ledger(self, schema: RouteSchema, block_size: int, num_blocks: int) -> Ledger:
+        config = KVSlotConfig(recompute="latest")
+        return KVSlotLedger(schema, block_size, num_blocks, config)
 
 
 class TestKVSlotLedger(LedgerConformance):

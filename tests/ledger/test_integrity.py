@@ -32,23 +32,27 @@ def lose_a_published_hash(ledger: RequestLedger) -> None:
 
 
 def lose_a_shared_chunk(ledger: RequestLedger) -> None:
-    ledger._table.shared_NM[ledger._row_of["b"], 0] = -1
+    ledger._table.shared_NM[ledger._table.row_of["b"], 0] = -1
 
 
 def own_a_free_chunk(ledger: RequestLedger) -> None:
-    ledger._table.own_NM[ledger._row_of["b"], 2] = ledger._pool.free.check(10**9)[0]
+    ledger._table.own_NM[ledger._table.row_of["b"], 2] = ledger._pool.free.check(10**9)[0]
 
 
 def own_a_chunk_that_is_not_there(ledger: RequestLedger) -> None:
-    ledger._table.own_NM[ledger._row_of["b"], 2] = ledger._pool.num_chunks
+    ledger._table.own_NM[ledger._table.row_of["b"], 2] = ledger._pool.num_chunks
 
 
 def two_requests_in_one_row(ledger: RequestLedger) -> None:
-    ledger._row_of["b"] = ledger._row_of["a"]
+    ledger._table.row_of["b"] = ledger._table.row_of["a"]
 
 
 def chunks_of_nobody(ledger: RequestLedger) -> None:
-    ledger._table.redo_NM[ledger._table.unused[0], 5] = 3
+    ledger._table.shared_NM[ledger._table.unused[0], 5] = 3
+
+
+def layers_of_nobody(ledger: RequestLedger) -> None:
+    ledger._table.layers[ledger._table.unused[0]] = {}
 
 
 def wait_for_a_free_chunk(ledger: RequestLedger) -> None:
@@ -63,7 +67,8 @@ def wait_for_a_free_chunk(ledger: RequestLedger) -> None:
         (own_a_free_chunk, "has 1 owners and a count of 0"),
         (own_a_chunk_that_is_not_there, "does not exist"),
         (two_requests_in_one_row, "not each used once"),
-        (chunks_of_nobody, "belongs to no request and holds chunks"),
+        (chunks_of_nobody, "belongs to no request and holds something"),
+        (layers_of_nobody, "belongs to no request and holds something"),
         (wait_for_a_free_chunk, "waits for rows and belongs to nobody"),
     ],
 )
@@ -92,6 +97,38 @@ def test_the_initial_size_is_the_one_asked_for() -> None:
     )
     per_row = TAG_SCHEMA.row_nbytes + 1 + 4
     assert (small, large) == (2 * (16 * per_row + 4), 17 * (16 * per_row + 4))
+
+
+def test_a_block_whose_later_rows_are_of_no_use_is_a_plain_one_again() -> None:
+    ledger = RequestLedger(TAG_SCHEMA, 4)
+    pair = LedgerPair(ledger)
+    pair.begin("a", 8)
+    pair.step(("a", 0, 6))
+    pair.release("a", ReleaseReason.PREEMPTED)
+    pair.step(("a", 0, 6), version=1)
+    row = ledger._table.row("a")
+    assert sorted(ledger._table.layers[row]) == [0, 1]
+    pair.release("a", ReleaseReason.PREEMPTED)
+    assert sorted(ledger._table.layers[row]) == [1], "block 1 has no run with all of its rows"
+    pair.compare(9)
+
+
+def test_requests_that_wait_take_no_room_in_the_tables() -> None:
+    ledger = RequestLedger(TAG_SCHEMA, 4)
+    pair = LedgerPair(ledger)
+    for i in range(1000):
+        pair.begin(f"r{i}", 9)
+    rows = len(ledger._table.run_N)
+    assert ledger.usage().requests == 1000
+    assert not pair.compare_range("r7", 0, 9).origin_T.any()
+    pair.release("r5", ReleaseReason.ABORTED)
+    assert rows == len(ledger._table.run_N) < 100
+    late = pair.run_model(pair.plan(("r3", 0, 9)))
+    fresh = RequestLedger(TAG_SCHEMA, 4)
+    fresh.begin("r3", 9)
+    fresh.store_batch(late)
+    assert fresh.read("r3", 0, 9).origin_T.all(), "a step is the first that is heard of it"
+    pair.compare(10)
 
 
 def test_the_growth_factor_decides_the_size_after_growth() -> None:

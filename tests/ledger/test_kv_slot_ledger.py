@@ -9,7 +9,7 @@ import pytest
 
 from routebook.errors import ConfigError, IntegrityError, LedgerError
 from routebook.ledger import KVSlotConfig, KVSlotLedger, ReleaseReason
-from routebook.ledger.conformance.pair import TAG_SCHEMA, LedgerPair
+from routebook.ledger.conformance.pair import TAG_SCHEMA, LedgerPair, PlannedStep
 from routebook.ledger.snapshot_cache import PendingBlock
 
 NUM_BLOCKS = 16
@@ -38,7 +38,7 @@ def busy_ledger() -> KVSlotLedger:
 
 
 def hand_out_a_used_block(ledger: KVSlotLedger) -> None:
-    ledger._slots.hand_out(ledger._tables.lease_NM[ledger._row_of["a"], 1:2] & 0xFF)
+    ledger._slots.hand_out(ledger._tables.lease_NM[ledger._tables.row_of["a"], 1:2] & 0xFF)
 
 
 def hand_out_a_published_block(ledger: KVSlotLedger) -> None:
@@ -46,12 +46,12 @@ def hand_out_a_published_block(ledger: KVSlotLedger) -> None:
 
 
 def two_writers_of_a_block(ledger: KVSlotLedger) -> None:
-    tables, a, b = ledger._tables, ledger._row_of["a"], ledger._row_of["b"]
+    tables, a, b = ledger._tables, ledger._tables.row_of["a"], ledger._tables.row_of["b"]
     tables.lease_NM[b, 1], tables.assigned_N[b] = tables.lease_NM[a, 1], 2
 
 
 def two_requests_in_one_row(ledger: KVSlotLedger) -> None:
-    ledger._row_of["b"] = ledger._row_of["a"]
+    ledger._tables.row_of["b"] = ledger._tables.row_of["a"]
 
 
 def blocks_of_nobody(ledger: KVSlotLedger) -> None:
@@ -63,21 +63,21 @@ def claim_of_nobody(ledger: KVSlotLedger) -> None:
 
 
 def tag_of_another_block(ledger: KVSlotLedger) -> None:
-    ledger._slots._lease[0] = ledger._slots.lease_N[3]
+    ledger._slots._lease_PB.reshape(-1)[0] = ledger._slots.lease_P[3]
 
 
 def tag_of_a_lease_to_come(ledger: KVSlotLedger) -> None:
-    ledger._slots._lease[0] = ledger._slots.lease_N[0] + (1 << 32)
+    ledger._slots._lease_PB.reshape(-1)[0] = ledger._slots.lease_P[0] + (1 << 32)
 
 
 def tag_of_another_offset(ledger: KVSlotLedger) -> None:
-    slot = np.flatnonzero(ledger._slots._lease >= 0)[0]
-    ledger._slots._position[slot] += 1
+    slot = np.flatnonzero(ledger._slots._lease_PB.reshape(-1) >= 0)[0]
+    ledger._slots._position_PB.reshape(-1)[slot] += 1
 
 
 def tag_without_an_origin(ledger: KVSlotLedger) -> None:
-    slot = np.flatnonzero(ledger._slots._lease >= 0)[0]
-    ledger._slots._origin[slot] = 0
+    slot = np.flatnonzero(ledger._slots._lease_PB.reshape(-1) >= 0)[0]
+    ledger._slots._origin_PB.reshape(-1)[slot] = 0
 
 
 def snapshot_of_nobody(ledger: KVSlotLedger) -> None:
@@ -89,7 +89,7 @@ def forgotten_note(ledger: KVSlotLedger) -> None:
 
 
 def note_without_an_index(ledger: KVSlotLedger) -> None:
-    ledger._cache.entries["waits"].pending[5] = PendingBlock(0, own=True)
+    ledger._cache.entries["waits"].pending[5] = PendingBlock(0, own=True, run=0)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def note_without_an_index(ledger: KVSlotLedger) -> None:
         (hand_out_a_published_block, "hash 676f6e65 names a block that was handed out again"),
         (two_writers_of_a_block, "belongs to 'a' and 'b'"),
         (two_requests_in_one_row, "not each used once"),
-        (blocks_of_nobody, "belongs to no request and has blocks"),
+        (blocks_of_nobody, "belongs to no request and holds something"),
         (claim_of_nobody, "waits for rows and belongs to nobody"),
         (tag_of_another_block, "slot 0 is tagged"),
         (tag_of_a_lease_to_come, "slot 0 is tagged"),
@@ -170,6 +170,25 @@ def test_a_block_that_was_never_assigned_is_neither_stored_nor_published() -> No
         assert not fresh.read("b", 0, 4).origin_T.any()
 
 
+def test_a_decode_without_a_block_is_refused_at_once() -> None:
+    ledger, pair = make_pair()
+    for name in ("a", "b"):
+        ledger.begin(name, 1)
+    ledger.assign("a", [3, 4])
+    ledger.assign("b", [5])
+    pair.oracle.begin("a", 1)
+    pair.oracle.begin("b", 1)
+    for t in range(6):
+        step = PlannedStep((("a", t, 1), ("b", t, 1)), (0, 0), 0)
+        if t == 4:
+            with pytest.raises(LedgerError, match="block 1 of 'b' is not in its table of 1 blocks"):
+                pair.store(step)
+            ledger.assign("b", [6])
+        pair.store(step)
+    pair.compare_range("a", 0, 8)
+    pair.compare_range("b", 0, 8)
+
+
 def test_a_published_block_that_is_handed_out_again_is_not_shared() -> None:
     """Whoever forgets to withdraw gets absent rows, never another's."""
     ledger, pair = make_pair()
@@ -210,6 +229,18 @@ def test_blocks_taken_from_under_a_request_read_as_absent() -> None:
     assert ledger.read("a", 0, 9).origin_T.tolist() == [0, 0, 0, 1, 1, 1, 1, 1, 2]
     assert (ledger.read("thief", 0, 3).ids_TLK[:, 0, 0] == 1).all()
     assert not ledger.read("thief", 3, 8).origin_T.any()
+
+
+def test_a_long_step_does_not_reach_blocks_that_have_a_new_owner() -> None:
+    ledger = KVSlotLedger(TAG_SCHEMA, 4, 64)
+    pair = LedgerPair(ledger, 64)
+    pair.begin("a", 200)
+    late = pair.run_model(pair.plan(("a", 0, 200)))
+    ledger.begin("thief", 200)
+    ledger.assign("thief", pair.pool.tables["a"])
+    ledger.store_batch(late)
+    assert not ledger.read("thief", 0, 200).origin_T.any()
+    assert not ledger.read("a", 0, 200).origin_T.any()
 
 
 def test_nothing_is_kept_for_what_nobody_can_read() -> None:

@@ -17,6 +17,19 @@ from routebook.routes.provenance import (
 ROWS = st.lists(st.tuples(st.sampled_from(Origin), st.integers(0, 2)), max_size=12)
 
 
+def test_the_numbers_of_origins_are_those_in_frames_that_exist() -> None:
+    numbers = {
+        "ABSENT": 0,
+        "PREFILL": 1,
+        "DECODE": 2,
+        "PREFIX_CACHE": 3,
+        "RESTORED": 4,
+        "TRANSFERRED": 5,
+        "RECOMPUTED": 6,
+    }
+    assert {origin.name: origin.value for origin in Origin} == numbers
+
+
 def spans_of(rows: list[tuple[Origin, int]], start: int) -> tuple[Provenance, ...]:
     origins = np.array([origin for origin, _ in rows], np.uint8)
     versions = np.array([version for _, version in rows], np.uint32)

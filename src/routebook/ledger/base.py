@@ -29,10 +29,12 @@ import numpy as np
 import numpy.typing as npt
 
 from routebook.errors import LedgerError
-from routebook.routes.provenance import Provenance, provenance_of_rows
+from routebook.routes.provenance import Origin, Provenance, provenance_of_rows
 from routebook.routes.schema import RouteSchema
 
 RouteIds = npt.NDArray[np.unsignedinteger]
+
+_MAX_VERSION = 2**32 - 1
 
 
 class ReleaseReason(Enum):
@@ -62,7 +64,8 @@ class StepRows:
     """Rows of each request; they sum to T. Rejected drafts are cut before."""
 
     ids_TLK: RouteIds
-    """Expert ids in the schema's dtype, `[sum(counts_R), L, K]`, contiguous."""
+    """Expert ids in the schema's dtype, `[sum(counts_R), L, K]`, contiguous. From `store_batch` on the array belongs
+    to the ledger, which may keep it and write its rows later; nobody changes it any more."""
 
     weight_version: int
     """Version of the weights that ran the step, fits uint32."""
@@ -78,8 +81,7 @@ class StepRows:
         Raises:
             LedgerError: with the value that does not fit.
         """
-        self._check_requests()
-        rows = int(self.counts_R.sum())
+        rows = sum(self._check_requests())
         ids = self.ids_TLK
         if ids.dtype != schema.dtype or ids.shape != schema.shape(rows):
             raise LedgerError(
@@ -87,23 +89,30 @@ class StepRows:
             )
         if not ids.flags.c_contiguous:
             raise LedgerError(f"ids of strides {ids.strides} are not contiguous; copy them first")
-        if not 0 <= self.weight_version <= np.iinfo(np.uint32).max:
+        if not 0 <= self.weight_version <= _MAX_VERSION:
             raise LedgerError(f"weight_version={self.weight_version} does not fit uint32")
 
-    def _check_requests(self) -> None:
+    def _check_requests(self) -> list[int]:
+        """Check what is told of each request, and return the counts."""
         num_requests = len(self.request_ids)
         if len(set(self.request_ids)) != num_requests:
             raise LedgerError(f"a request occurs twice in the step {list(self.request_ids)}")
-        columns = {"starts_R": self.starts_R, "counts_R": self.counts_R}
+        _check_column("starts_R", self.starts_R, num_requests)
         if self.runs_R is not None:
-            columns["runs_R"] = self.runs_R
-        for name, column in columns.items():
-            if column.shape != (num_requests,) or column.dtype != np.int64:
-                raise LedgerError(
-                    f"{name} {column.dtype}{list(column.shape)} is not int64[{num_requests}]"
-                )
-            if num_requests and column.min() < 0:
-                raise LedgerError(f"{name} holds {column.min()}; none may be negative")
+            _check_column("runs_R", self.runs_R, num_requests)
+        return _check_column("counts_R", self.counts_R, num_requests)
+
+
+def _check_column(name: str, column_R: npt.NDArray[np.int64], num_requests: int) -> list[int]:
+    if column_R.shape != (num_requests,) or column_R.dtype != np.int64:
+        raise LedgerError(
+            f"{name} {column_R.dtype}{list(column_R.shape)} is not int64[{num_requests}]"
+        )
+    # A list is faster than an array here: a step has few requests, and most have been met a moment ago.
+    values: list[int] = column_R.tolist()
+    if num_requests and min(values) < 0:
+        raise LedgerError(f"{name} holds {min(values)}; none may be negative")
+    return values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,6 +124,13 @@ class RowRange:
     origin_T: npt.NDArray[np.uint8]
     """:class:`~routebook.routes.provenance.Origin` per row; `ABSENT` rows hold `schema.absent`."""
     version_T: npt.NDArray[np.uint32]
+
+    def clear_absent(self, absent: int) -> None:
+        """Let absent rows hold `absent` and version 0, whatever was read there."""
+        if not self.origin_T.all():
+            absent_T = self.origin_T == Origin.ABSENT
+            self.ids_TLK[absent_T] = absent
+            self.version_T[absent_T] = 0
 
     @property
     def provenance(self) -> tuple[Provenance, ...]:
@@ -145,6 +161,10 @@ class Ledger(ABC):
 
     schema: RouteSchema
     block_size: int
+    recompute: str
+    """Whose row a position has if several runs have one: that of the `earliest` run or of the `latest`. In a run, a
+    row that it took from the prefix cache goes before one that it computes there all the same. The order in which
+    rows arrive does not matter. An own row that goes before one of an earlier run has the origin `RECOMPUTED`."""
 
     @abstractmethod
     def begin(self, request_id: str, num_prompt_tokens: int) -> None:
@@ -162,9 +182,8 @@ class Ledger(ABC):
 
         Called at most once per run, before the run's first step. Their rows are those of whoever computed the
         blocks, origin `PREFIX_CACHE`, also when that step has been scheduled but not stored yet; until then they
-        read as absent. Positions for which the request has a row already (it ran before, and was preempted) keep
-        it, own or shared: the earliest computation wins. So does the row of an earlier run that is stored only
-        after this call (see `StepRows.runs_R`). A hash that is not published leaves absent rows.
+        read as absent. Which of them are read by a request that had rows of an earlier run, or gets them later, is
+        the ledger's choice (see `recompute`). A hash that is not published leaves absent rows.
 
         Raises:
             LedgerError: no such request.
@@ -193,7 +212,7 @@ class Ledger(ABC):
         Called in the run that computes the block, from the plan of the step that fills it on. A hash that is
         published already keeps its rows. When the request recomputes a block whose rows it has from an earlier
         computation, what is published are the rows of the recomputation, all of them, since they made the block,
-        while the request itself keeps its earlier ones. Published rows outlive the request.
+        whichever the request itself reads. Published rows outlive the request.
 
         Raises:
             LedgerError: no such request, `block_index` is negative, or the hash is not published and the current
@@ -213,7 +232,10 @@ class Ledger(ABC):
 
     @abstractmethod
     def store_batch(self, step: StepRows) -> None:
-        """Write a whole step at once. A position that has a row keeps it.
+        """Take over a whole step. A position that has a row of the same run keeps it.
+
+        A ledger may write the rows later, together with those of other steps: no call tells the difference. Only
+        `step.ids_TLK` is kept; the other arrays may be changed after the call.
 
         Requests that are gone, or were never begun, are skipped; only rows that complete a block which such a
         request had published reach that block, for those who share it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 
 from routebook.errors import IntegrityError
 
@@ -50,6 +51,30 @@ class FreeExtents:
             count -= part
         return taken
 
+    def take_each(self, counts: Sequence[int], after: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Take chunks for several owners, each if possible behind what it has.
+
+        Args:
+            counts: how many chunks each owner wants, at least 1.
+            after: for each owner the chunk behind which its own should lie, negative for no wish.
+
+        Returns:
+            Starts and lengths of the extents taken, owner by owner.
+        """
+        starts: list[int] = []
+        lengths: list[int] = []
+        for count, behind in zip(counts, after, strict=True):
+            at = behind + 1
+            if at and self._length_at.get(at, 0) > count:
+                starts.append(at)
+                lengths.append(count)
+                self._shorten(at, count)
+                continue
+            for start, length in self.take(count, at if behind >= 0 else None):
+                starts.append(start)
+                lengths.append(length)
+        return starts, lengths
+
     def check(self, capacity: int) -> list[int]:
         """List the free chunks, ascending.
 
@@ -70,15 +95,19 @@ class FreeExtents:
         return chunks
 
     def _take_front(self, start: int, count: int) -> tuple[int, int]:
-        length = self._length_at.pop(start)
-        count = min(count, length)
-        self.total -= count
-        if count == length:
-            del self._start_before[start + length]
+        count = min(count, self._length_at[start])
+        if count == self._length_at[start]:
+            self._cut(start)
         else:
-            self._length_at[start + count] = length - count
-            self._start_before[start + length] = start + count
+            self._shorten(start, count)
         return start, count
+
+    def _shorten(self, start: int, count: int) -> None:
+        """Take less than a whole extent from its front."""
+        length = self._length_at.pop(start)
+        self._length_at[start + count] = length - count
+        self._start_before[start + length] = start + count
+        self.total -= count
 
     def _take_part(self, start: int, skip: int, count: int) -> tuple[int, int]:
         length = self._cut(start)

@@ -3,14 +3,14 @@
 A row goes to the slot of its token, so that a prefix hit finds the rows of its blocks without a word. What the KV
 pool does to a block is what happens to its rows, hence two things beside the slots: leases, which prove whose row a
 slot holds (`slot_rows.py`), and snapshots, taken before the blocks of a preempted request are freed and completed
-when its late rows come (`snapshot_cache.py`). Where a row of a request is looked for, in this order::
+when its late rows come (`snapshot_cache.py`). Where the rows of a request are::
 
     snapshot    rows of earlier runs, own or shared, and rows that have no slot
     slot        behind the prefix hits: written by the current run under the block's lease
                 in a prefix hit: written by whoever computed the block, read under the lease that was shared
 
-The first computation wins since it is in the snapshot when a later run writes to its new blocks. These get all rows
-that the run computes, as they made the KV that exists now: `publish` names the block, and needs no copy.
+Of two rows the ledger's choice is read (`recompute.py`): the snapshot has those of the earlier runs. The slots get all
+rows that the current run computes, as they made the KV that exists now: `publish` names the block, and needs no copy.
 
 Legend of shape suffixes: R = requests of a step, S = segments of a step, T = rows, M = blocks, N = table rows.
 """
@@ -19,24 +19,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import repeat
 
 import numpy as np
 import numpy.typing as npt
 
 from routebook.config import check_at_least, option
 from routebook.errors import IntegrityError, LedgerError
-from routebook.ledger.base import Ledger, LedgerUsage, ReleaseReason, RowRange, StepRows
+from routebook.ledger.base import (
+    LedgerUsage,
+    ReleaseReason,
+    RouteIds,
+    RowRange,
+    StepRows,
+)
 from routebook.ledger.block_tables import BlockTables
-from routebook.ledger.late_chunks import LateChunks
+from routebook.ledger.recompute import check_recompute, recompute_option
+from routebook.ledger.request_table import NOBODY
 from routebook.ledger.slot_rows import NO_LEASE, RoutedExpertsManager, block_of
 from routebook.ledger.snapshot_cache import PendingBlock, RoutedExpertsCache
 from routebook.ledger.spans import Index
-from routebook.ledger.step_segments import StepSegments
+from routebook.ledger.step_ledger import StepLedger
+from routebook.ledger.step_log import LoggedSteps
+from routebook.ledger.step_segments import StepSegments, run_origins
 from routebook.routes.provenance import Origin
 from routebook.routes.schema import RouteSchema
-
-_NOBODY = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +53,14 @@ class KVSlotConfig:
         "living requests the block tables have room for at the start (256 by default); they grow",
         default=256,
     )
+    recompute: str = recompute_option()
 
     def __post_init__(self) -> None:
         check_at_least("initial_requests", self.initial_requests, 1)
+        check_recompute(self.recompute)
 
 
-class KVSlotLedger(Ledger):
+class KVSlotLedger(StepLedger):
     """A ledger whose rows lie in the slots of the KV pool; see the head of this file.
 
     Args:
@@ -72,46 +80,28 @@ class KVSlotLedger(Ledger):
         num_blocks: int,
         config: KVSlotConfig | None = None,
     ) -> None:
-        check_at_least("block_size", block_size, 1)
         check_at_least("num_blocks", num_blocks, 1)
         config = config or KVSlotConfig()
-        self.schema = schema
-        self.block_size = block_size
-        self._slots = RoutedExpertsManager(schema, block_size, num_blocks)
-        self._cache = RoutedExpertsCache(schema, block_size)
         self._tables = BlockTables(config.initial_requests)
-        self._row_of: dict[str, int] = {}
-        self._published: dict[bytes, int] = {}
-        self._named_N = np.zeros(num_blocks, np.bool_)
+        super().__init__(schema, block_size, self._tables, config.recompute)
+        self._slots = RoutedExpertsManager(schema, block_size, num_blocks)
+        self._cache = RoutedExpertsCache(schema, block_size, config.recompute)
+        self._named_P = np.zeros(num_blocks, np.bool_)
         """Blocks published under their present lease, also if withdrawn since: others may read them."""
-        self._late = LateChunks()
-
-    def begin(self, request_id: str, num_prompt_tokens: int) -> None:
-        """Start a request; see :meth:`Ledger.begin`."""
-        if request_id in self._row_of:
-            raise LedgerError(f"request {request_id!r} lives already; release it first")
-        if num_prompt_tokens < 0:
-            raise LedgerError(
-                f"num_prompt_tokens={num_prompt_tokens} of {request_id!r} is negative"
-            )
-        # The id names another request now; a row of the old one must not pass for the new one's block.
-        self._late.forget_request(request_id)
-        self._row_of[request_id] = self._tables.add(num_prompt_tokens)
 
     def share(self, request_id: str, block_hashes: Sequence[bytes]) -> None:
         """Take leading blocks from the prefix cache; see :meth:`Ledger.share`."""
-        row, tables, count = self._row(request_id), self._tables, len(block_hashes)
+        row, tables, count = self._tables.row(request_id), self._tables, len(block_hashes)
         if tables.assigned_N[row]:
             raise LedgerError(f"{request_id!r} has blocks already in this run; share before assign")
         tables.reach(count)
         tables.hits_N[row] = count
         lease_M = np.array([self._find(h) for h in block_hashes], np.int64)
         tables.lease_NM[row, :count] = lease_M
-        tables.borrowed_NM[row, :count] |= lease_M != NO_LEASE
 
     def assign(self, request_id: str, block_ids: Sequence[int]) -> None:
         """Extend the block table, and lease what the pool handed out; see :meth:`Ledger.assign`."""
-        row, tables = self._row(request_id), self._tables
+        row, tables = self._tables.row(request_id), self._tables
         self._check_blocks(request_id, block_ids)
         first, count = int(tables.assigned_N[row]), len(block_ids)
         blocks_M = np.array(block_ids, np.int64)
@@ -124,14 +114,14 @@ class KVSlotLedger(Ledger):
         tables.reach(first + count)
         new_M = blocks_M[num_hits:]
         if self._late:
-            ended = self._slots.lease_N[new_M].tolist()
+            ended = self._slots.lease_P[new_M].tolist()
             self._late.forget_chunks([e for e in ended if e not in self._cache.waiting])
-        self._named_N[new_M] = False
+        self._named_P[new_M] = False
         tables.lease_NM[row, first + num_hits : first + count] = self._slots.hand_out(new_M)
 
     def publish(self, request_id: str, block_index: int, block_hash: bytes) -> None:
         """Name a full block; see :meth:`Ledger.publish`."""
-        row, tables = self._row(request_id), self._tables
+        row, tables = self._tables.row(request_id), self._tables
         if block_index < 0:
             raise LedgerError(f"block_index={block_index} of {request_id!r} is negative")
         if self._find(block_hash) != NO_LEASE:
@@ -148,7 +138,7 @@ class KVSlotLedger(Ledger):
             )
         lease = int(tables.lease_NM[row, block_index])
         self._published[block_hash] = lease
-        self._named_N[block_of(lease)] = True
+        self._named_P[block_of(lease)] = True
 
     def withdraw(self, block_hashes: Sequence[bytes]) -> None:
         """Forget evicted blocks; see :meth:`Ledger.withdraw`."""
@@ -162,51 +152,26 @@ class KVSlotLedger(Ledger):
                 return count
         return len(block_hashes)
 
-    def store_batch(self, step: StepRows) -> None:
-        """Write a step at once; see :meth:`Ledger.store_batch`."""
-        step.check(self.schema)
-        row_R = np.array(list(map(self._row_of.get, step.request_ids, repeat(_NOBODY))), np.int64)
-        run_R = self._runs(step, row_R)
-        if self._store_decodes(step, row_R, run_R):
-            return
-        segments = StepSegments.cut(step.starts_R, step.counts_R, self.block_size)
-        row_S, run_S = row_R[segments.request_S], run_R[segments.request_S]
-        live_S = (row_S >= 0) & (run_S == self._tables.run_N[row_S])
-        self._check_assigned(step, segments, row_S, live_S)
-        if self._late:
-            self._settle(step, row_R, run_R)
-        lease_S, prompt_S = self._leases(step, segments, row_S, run_S, live_S)
-        hit_S = live_S & (segments.block_S < self._tables.hits_N[row_S])
-        for s in np.flatnonzero(hit_S).tolist():
-            self._keep(step, segments.pick(np.array([s])), int(row_S[s]), int(prompt_S[s]))
-        known_S = (lease_S != NO_LEASE) & ~hit_S
-        if known_S.any():
-            self._write(step, segments.pick(known_S), lease_S[known_S], prompt_S[known_S])
-
     def read(self, request_id: str, start: int, stop: int) -> RowRange:
         """Copy rows of a living request; see :meth:`Ledger.read`."""
-        row, size = self._row(request_id), self.block_size
+        row, size = self._tables.row(request_id), self.block_size
         if not 0 <= start <= stop:
             raise LedgerError(f"rows [{start}, {stop}) of {request_id!r} are not a range")
+        self._write_out()
         first = start // size
-        rows = self._read_slots(row, first, -(-stop // size))
+        ids_TLK, origin_T, version_T = self._read_slots(row, first, -(-stop // size))
         part = slice(start - first * size, stop - first * size)
         rows = RowRange(
-            start=start,
-            ids_TLK=rows.ids_TLK[part],
-            origin_T=rows.origin_T[part],
-            version_T=rows.version_T[part],
+            start=start, ids_TLK=ids_TLK[part], origin_T=origin_T[part], version_T=version_T[part]
         )
-        self._cache.get_best(request_id, rows)
-        absent_T = rows.origin_T == Origin.ABSENT
-        if absent_T.any():
-            rows.ids_TLK[absent_T] = self.schema.absent
-            rows.version_T[absent_T] = 0
+        self._cache.get_best(request_id, rows, int(self._tables.run_N[row]))
+        rows.clear_absent(self.schema.absent)
         return rows
 
     def release(self, request_id: str, reason: ReleaseReason) -> None:
         """Let a request wait or go, before its blocks are freed; see :meth:`Ledger.release`."""
-        row = self._row(request_id)
+        row = self._tables.row(request_id)
+        self._close_batch()
         if reason is ReleaseReason.PREEMPTED:
             self._capture(request_id, row)
             self._tables.start_run(row)
@@ -216,8 +181,7 @@ class KVSlotLedger(Ledger):
             # Whoever shares the block, or finds it in the prefix cache, waits for its rows.
             if block >= self._tables.hits_N[row] and self._is_named(lease):
                 self._expect_late(request_id, row, block, lease)
-        self._tables.remove(row)
-        del self._row_of[request_id]
+        self._tables.end(request_id)
 
     def reset(self) -> None:
         """Withdraw everything published; see :meth:`Ledger.reset`."""
@@ -228,7 +192,7 @@ class KVSlotLedger(Ledger):
         snapshots = self._cache.entries.values()
         kept = sum(-(-len(entry.data.origin_T) // self.block_size) for entry in snapshots)
         return LedgerUsage(
-            requests=len(self._row_of),
+            requests=len(self._tables),
             request_chunks=int((self._tables.lease_NM != NO_LEASE).sum()) + kept,
             published=len(self._published),
             capacity_nbytes=self._slots.nbytes + self._cache.nbytes,
@@ -236,12 +200,8 @@ class KVSlotLedger(Ledger):
 
     def check_integrity(self) -> None:
         """Recount owners, tags, snapshots and notes; see :meth:`Ledger.check_integrity`."""
-        rows = [*self._row_of.values(), *self._tables.unused]
-        if sorted(rows) != list(range(len(self._tables.run_N))):
-            raise IntegrityError(f"table rows {sorted(rows)} are not each used once")
-        for unused in self._tables.unused:
-            if (self._tables.lease_NM[unused] != NO_LEASE).any():
-                raise IntegrityError(f"table row {unused} belongs to no request and has blocks")
+        self._write_out()
+        self._tables.check()
         self._check_owners()
         for block_hash, lease in self._published.items():
             if not self._is_named(lease):
@@ -249,16 +209,10 @@ class KVSlotLedger(Ledger):
                     f"hash {block_hash.hex()} names a block that was handed out again"
                 )
         self._slots.check()
-        self._cache.check(self._row_of)
+        self._cache.check(self._tables.row_of)
         for lease in self._late:
             if not self._is_named(lease) and lease not in self._cache.waiting:
                 raise IntegrityError(f"lease {lease:#x} waits for rows and belongs to nobody")
-
-    def _row(self, request_id: str) -> int:
-        row = self._row_of.get(request_id)
-        if row is None:
-            raise LedgerError(f"no living request {request_id!r}; begin it first")
-        return row
 
     def _find(self, block_hash: bytes) -> int:
         """The lease published under a hash, or `NO_LEASE`, also when its block was handed out since."""
@@ -267,7 +221,7 @@ class KVSlotLedger(Ledger):
 
     def _is_named(self, lease: int) -> bool:
         block = block_of(lease)
-        return bool(self._slots.lease_N[block] == lease and self._named_N[block])
+        return bool(self._slots.lease_P[block] == lease and self._named_P[block])
 
     def _check_blocks(self, request_id: str, block_ids: Sequence[int]) -> None:
         if not block_ids:
@@ -290,22 +244,22 @@ class KVSlotLedger(Ledger):
                 " rows it shares; assign shared blocks first and in their order"
             )
 
-    def _check_assigned(
-        self, step: StepRows, segments: StepSegments, row_S: Index, live_S: npt.NDArray[np.bool_]
-    ) -> None:
-        bad = np.flatnonzero(live_S & (segments.block_S >= self._tables.assigned_N[row_S]))
+    def _check_assigned(self, step: StepRows, row_R: Index, live_R: npt.NDArray[np.bool_]) -> None:
+        assigned_R = self._tables.assigned_N[row_R]
+        stop_R = step.starts_R + step.counts_R
+        bad = np.flatnonzero(live_R & (stop_R > assigned_R * self.block_size))
         if len(bad):
-            s = int(bad[0])
+            r = int(bad[0])
+            block = max(int(assigned_R[r]), int(step.starts_R[r]) // self.block_size)
             raise LedgerError(
-                f"block {segments.block_S[s]} of {step.request_ids[int(segments.request_S[s])]!r}"
-                f" is not in its table of {self._tables.assigned_N[row_S[s]]} blocks; assign it"
-                " when the step is planned"
+                f"block {block} of {step.request_ids[r]!r} is not in its table of {assigned_R[r]}"
+                " blocks; assign it when the step is planned"
             )
 
     def _check_owners(self) -> None:
         """Every block in a table is under its present lease, and written by one request at most."""
         writer: dict[int, str] = {}
-        for request_id, row in self._row_of.items():
+        for request_id, row in self._tables.row_of.items():
             lease_M = self._tables.lease_NM[row]
             lost = np.flatnonzero((lease_M != NO_LEASE) & ~self._slots.holds(lease_M))
             if len(lost):
@@ -319,44 +273,65 @@ class KVSlotLedger(Ledger):
                         f"lease {lease:#x} belongs to {writer[lease]!r} and {request_id!r}"
                     )
 
-    def _runs(self, step: StepRows, row_R: Index) -> Index:
-        # A request that is gone has no current run; `_leases` looks up its last one.
-        current_R = np.where(row_R >= 0, self._tables.run_N[row_R], _NOBODY)
-        if step.runs_R is None:
-            return current_R
-        ahead = np.flatnonzero((row_R >= 0) & (step.runs_R > current_R))
-        if len(ahead):
-            which = int(ahead[0])
-            raise LedgerError(
-                f"run {step.runs_R[which]} of {step.request_ids[which]!r} has not begun; it was"
-                f" preempted {current_R[which]} times"
-            )
-        return step.runs_R
+    def _are_assigned(self, row_R: Index, positions_R: Index) -> bool:
+        stop_R = self._tables.assigned_N[row_R] * self.block_size
+        # No byte is False: dearer calls of numpy would make half of a decode step's cost.
+        return b"\0" not in (positions_R < stop_R).tobytes()
 
-    def _store_decodes(self, step: StepRows, row_R: Index, run_R: Index) -> bool:
-        """Store the step that most steps are: one row of each request, in a block of its current run.
+    def _store_decodes(self, logged: LoggedSteps) -> bool:
+        """Store decodes that all go to free slots of own blocks; False, with nothing written, for others."""
+        tables, row_R, size = self._tables, logged.row_R, self.block_size
+        if (logged.starts_R < tables.prompt_N[row_R]).any():
+            return False
+        segments = StepSegments.cut(logged.starts_R, logged.counts_R, size)
+        row_S = row_R[segments.request_S]
+        lease_S = tables.lease_NM[row_S, segments.block_S]
+        if (segments.block_S < tables.hits_N[row_S]).any() or self._cache.awaits(lease_S):
+            return False
+        return self._slots.store_steps(
+            segments.rows(block_of(lease_S) * size + segments.offset_S),
+            np.repeat(lease_S, segments.length_S),
+            segments.rows(segments.block_S * size + segments.offset_S),
+            logged.steps,
+            origin=Origin.DECODE,
+            weight_version=logged.weight_version,
+        )
 
-        Returns False, with nothing written, for any other step.
-        """
+    def _store(self, step: StepRows, row_R: Index, run_R: Index) -> None:
+        def store_run(r: int, first: int, num_blocks: int, source: int) -> bool:
+            return live_R[r] and self._store_run(step, int(row_R[r]), first, num_blocks, source)
+
+        live_R = (row_R >= 0) & (run_R == self._tables.run_N[row_R])
+        self._check_assigned(step, row_R, live_R)
+        segments = StepSegments.of_rest(step.starts_R, step.counts_R, self.block_size, store_run)
+        row_S, run_S = row_R[segments.request_S], run_R[segments.request_S]
+        live_S = live_R[segments.request_S]
+        if self._late:
+            self._settle(step, row_R, run_R)
+        lease_S, prompt_S = self._leases(step, segments, row_S, run_S, live_S)
+        hit_S = live_S & (segments.block_S < self._tables.hits_N[row_S])
+        for s in np.flatnonzero(hit_S).tolist():
+            self._keep(step, segments.pick(np.array([s])), int(row_S[s]), int(prompt_S[s]))
+        known_S = (lease_S != NO_LEASE) & ~hit_S
+        if known_S.any():
+            self._write(step, segments.pick(known_S), lease_S[known_S], prompt_S[known_S])
+
+    def _store_run(
+        self, step: StepRows, row: int, first: int, num_blocks: int, source: int
+    ) -> bool:
+        """Store whole blocks of one request in its current run, if no slot of them is written."""
         tables = self._tables
-        if not len(row_R) or len(step.ids_TLK) != len(row_R) or row_R.min() < 0:
+        if self._cache.waiting or first < tables.hits_N[row]:
             return False
-        block_R = step.starts_R // self.block_size
-        plain_R = (block_R < tables.assigned_N[row_R]) & (block_R >= tables.hits_N[row_R])
-        plain_R &= (run_R == tables.run_N[row_R]) & (step.counts_R == 1)
-        plain_R &= step.starts_R >= tables.prompt_N[row_R]
-        if not plain_R.all() or self._late.involves(step.request_ids):
+        lease_M = tables.lease_NM[row, first : first + num_blocks]
+        if not self._slots.blank(lease_M):
             return False
-        lease_R = tables.lease_NM[row_R, block_R]
-        if self._cache.waiting and not self._cache.waiting.keys().isdisjoint(lease_R.tolist()):
-            return False
-        slots_R = block_of(lease_R) * self.block_size + step.starts_R % self.block_size
-        self._slots.store_batch(
-            slots_R,
-            lease_R,
-            step.starts_R,
+        self._slots.store_blocks(
+            lease_M,
+            first,
             step.ids_TLK,
-            origin_T=int(Origin.DECODE),
+            source,
+            origin_CB=run_origins(first, num_blocks, int(tables.prompt_N[row]), self.block_size),
             weight_version=step.weight_version,
         )
         return True
@@ -365,7 +340,7 @@ class KVSlotLedger(Ledger):
         """Steps come in order: when one of a later run is stored, those of the earlier runs all were."""
         for r, request_id in enumerate(step.request_ids):
             owed = self._late.get(request_id)
-            if owed is not None and row_R[r] != _NOBODY:
+            if owed is not None and row_R[r] != NOBODY:
                 over = [c for (run, _), c in owed.chunk_of.items() if run < run_R[r]]
                 self._late.forget_chunks(over)
                 self._cache.settle(request_id, over)
@@ -387,7 +362,7 @@ class KVSlotLedger(Ledger):
             # The request is gone or in a later run.
             owed = self._late.get(step.request_ids[int(segments.request_S[s])])
             if owed is not None:
-                run = owed.run if run_S[s] == _NOBODY else int(run_S[s])
+                run = owed.run if run_S[s] == NOBODY else int(run_S[s])
                 lease_S[s] = owed.chunk_of.get((run, int(segments.block_S[s])), NO_LEASE)
                 prompt_S[s] = owed.prompt_tokens
         return lease_S, prompt_S
@@ -396,20 +371,16 @@ class KVSlotLedger(Ledger):
         self, step: StepRows, segments: StepSegments, lease_S: Index, prompt_S: Index
     ) -> None:
         """Write to the slots whose lease has not ended, then tell the snapshots that wait."""
-        size = self.block_size
+        size, ids_TLK = self.block_size, step.ids_TLK
         slots_T = segments.rows(block_of(lease_S) * size + segments.offset_S)
-        ids_TLK = step.ids_TLK
         if len(slots_T) != len(ids_TLK):
             ids_TLK = ids_TLK[segments.rows(segments.source_S)]
-        leases_T = np.repeat(lease_S, segments.length_S)
-        positions_T = segments.rows(segments.block_S * size + segments.offset_S)
-        origin = segments.origins(prompt_S, size)
         self._slots.store_batch(
             slots_T,
-            leases_T,
-            positions_T,
+            np.repeat(lease_S, segments.length_S),
+            segments.rows(segments.block_S * size + segments.offset_S),
             ids_TLK,
-            origin_T=origin,
+            origin_T=segments.origins(prompt_S, size),
             weight_version=step.weight_version,
         )
         if self._cache.waiting:
@@ -436,22 +407,21 @@ class KVSlotLedger(Ledger):
         """A run computes again what it took from the prefix cache: the slot is not its to write."""
         request_id = step.request_ids[int(segment.request_S[0])]
         rows = self._rows_of(step, segment, prompt_tokens)
-        have_T = self.read(request_id, rows.start, rows.start + len(rows.origin_T)).origin_T
-        rows.origin_T[have_T != Origin.ABSENT] = Origin.ABSENT
-        if rows.origin_T.any():
-            self._cache.keep(request_id, rows)
+        self._cache.keep(request_id, rows, int(self._tables.run_N[row]))
 
-    def _read_slots(self, row: int, first: int, last: int) -> RowRange:
+    def _read_slots(
+        self, row: int, first: int, last: int
+    ) -> tuple[RouteIds, npt.NDArray[np.uint8], npt.NDArray[np.uint32]]:
         """The rows of blocks `[first, last)` in the slots of the current run, its own and shared ones."""
-        tables, size = self._tables, self.block_size
-        lease_M = np.full(last - first, NO_LEASE, np.int64)
-        known = tables.lease_NM[row, first:last]
-        lease_M[: len(known)] = known
-        num_hits = min(max(int(tables.hits_N[row]) - first, 0), len(lease_M))
+        lease_M = self._tables.lease_NM[row, first:last]
+        if missing := last - first - len(lease_M):
+            lease_M = np.pad(lease_M, (0, missing), constant_values=NO_LEASE)
         ids_TLK, origin_T, version_T = self._slots.get(lease_M, first)
-        shared_T = origin_T[: num_hits * size]
-        shared_T[shared_T != Origin.ABSENT] = Origin.PREFIX_CACHE
-        return RowRange(start=first * size, ids_TLK=ids_TLK, origin_T=origin_T, version_T=version_T)
+        num_hits = int(self._tables.hits_N[row]) - first
+        if num_hits > 0:
+            shared_T = origin_T[: num_hits * self.block_size]
+            shared_T[shared_T != Origin.ABSENT] = Origin.PREFIX_CACHE
+        return ids_TLK, origin_T, version_T
 
     def _lacking(self, row: int) -> list[tuple[int, int]]:
         """`(block, lease)` of the blocks of the current run that lack rows."""
@@ -462,15 +432,15 @@ class KVSlotLedger(Ledger):
 
     def _capture(self, request_id: str, row: int) -> None:
         """Take the rows out of the slots, and note which blocks still owe some."""
-        tables = self._tables
+        tables, run = self._tables, int(self._tables.run_N[row])
         pending: dict[int, PendingBlock] = {}
         for block, lease in self._lacking(row):
             own = block >= int(tables.hits_N[row])
-            # An own block was taken from the prefix cache before this run, or will be after it.
-            beats_shared = own and not tables.borrowed_NM[row, block]
-            pending[lease] = PendingBlock(block, own=own, beats_shared=beats_shared)
+            pending[lease] = PendingBlock(block, own=own, run=run)
         count = int(max(tables.assigned_N[row], tables.hits_N[row]))
-        self._cache.capture(request_id, self._read_slots(row, 0, count), pending)
+        ids_TLK, origin_T, version_T = self._read_slots(row, 0, count)
+        rows = RowRange(start=0, ids_TLK=ids_TLK, origin_T=origin_T, version_T=version_T)
+        self._cache.capture(request_id, rows, run, pending)
         for lease, note in pending.items():
             if note.own and (lease in self._cache.waiting or self._is_named(lease)):
                 self._expect_late(request_id, row, note.block, lease)

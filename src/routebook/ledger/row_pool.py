@@ -1,6 +1,7 @@
 """The memory of a ledger: rows in chunks of one KV block's tokens, counted by reference.
 
-Legend of shape suffixes: T = rows given or asked, C = chunks, B = block_size, L = MoE layers, K = top-k.
+Legend of shape suffixes: T = rows given or asked, C = chunks, B = block_size, R = requests, N = steps, L = MoE layers,
+K = top-k.
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ import numpy.typing as npt
 from routebook.errors import IntegrityError
 from routebook.ledger.base import RouteIds
 from routebook.ledger.free_extents import FreeExtents
-from routebook.ledger.spans import MIN_ROWS_PER_SPAN, Index, breaks, spans
+from routebook.ledger.row_array import RowArray
+from routebook.ledger.spans import Index, breaks, spans
 from routebook.routes.provenance import Origin
 from routebook.routes.schema import RouteSchema
+
+_MISSING = 2**31 - 1
+"""A chunk that no pool has."""
 
 
 class RowPool:
@@ -39,9 +44,9 @@ class RowPool:
         self.free = FreeExtents()
         self.refs_C: npt.NDArray[np.int32] = np.zeros(0, np.int32)
         self._growth_factor = growth_factor
-        self._ids: RouteIds = np.empty((0, schema.num_layers * schema.top_k), schema.dtype)
-        self._origin: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
-        self._version: npt.NDArray[np.uint32] = np.zeros(0, np.uint32)
+        self._ids = RowArray(schema, block_size, 0)
+        self._origin_CB: npt.NDArray[np.uint8] = np.zeros((0, block_size), np.uint8)
+        self._version_CB: npt.NDArray[np.uint32] = np.zeros((0, block_size), np.uint32)
         self._grow(initial_chunks)
 
     @property
@@ -52,12 +57,27 @@ class RowPool:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays, free chunks included."""
-        arrays = (self._ids, self._origin, self._version, self.refs_C)
+        arrays = (self._ids.ids_TLK, self._origin_CB, self._version_CB, self.refs_C)
         return sum(array.nbytes for array in arrays)
 
     def allocate(self, count: int, after: int = -1) -> Index:
-        """Hand out `count` chunks; see :meth:`allocate_each`."""
-        return self.allocate_each([count], [after])
+        """Hand out `count` chunks, at least 1, to one owner; see :meth:`allocate_each`."""
+        self._have(count)
+        chunks = []
+        for start, length in self.free.take(count, after + 1 if after >= 0 else None):
+            stop = start + length
+            self.refs_C[start:stop] = 1
+            self._origin_CB[start:stop] = Origin.ABSENT
+            chunks.append(np.arange(start, stop))
+        return chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
+
+    def allocate_one(self, after: int) -> int:
+        """Hand out one chunk; see :meth:`allocate_each`."""
+        self._have(1)
+        ((chunk, _),) = self.free.take(1, after + 1 if after >= 0 else None)
+        self.refs_C[chunk] = 1
+        self._origin_CB[chunk] = Origin.ABSENT
+        return chunk
 
     def allocate_each(self, counts: Sequence[int], after: Sequence[int]) -> Index:
         """Hand out chunks to several owners, with one reference each and every row absent.
@@ -70,21 +90,23 @@ class RowPool:
             int64 `[sum(counts)]`, owner by owner. The chunks of an owner lie behind its `after` and behind each
             other as far as those places are free.
         """
-        total = sum(counts)
-        if total > self.free.total:
-            self._grow(max(int(self.num_chunks * self._growth_factor), self.num_chunks + total))
-        chunks: list[int] = []
-        for count, behind in zip(counts, after, strict=True):
-            for start, length in self.free.take(count, behind + 1 if behind >= 0 else None):
-                chunks.extend(range(start, start + length))
-        chunks_C = np.array(chunks, np.int64)
+        self._have(sum(counts))
+        starts, lengths = (np.array(e, np.int64) for e in self.free.take_each(counts, after))
+        chunks_C = starts
+        if len(starts) < lengths.sum():
+            before = np.cumsum(lengths) - lengths
+            chunks_C = np.repeat(starts - before, lengths) + np.arange(lengths.sum())
         self.refs_C[chunks_C] = 1
-        self._origin.reshape(-1, self.block_size)[chunks_C] = Origin.ABSENT
+        self._origin_CB[chunks_C] = Origin.ABSENT
         return chunks_C
 
     def retain(self, chunks_C: Index) -> None:
         """Add one reference to each chunk; a chunk given twice gets two."""
         np.add.at(self.refs_C, chunks_C, 1)
+
+    def retain_one(self, chunk: int) -> None:
+        """Add one reference to a chunk."""
+        self.refs_C[chunk] += 1
 
     def release(self, chunks_C: Index) -> Index:
         """Drop one reference of each chunk and return the chunks that became free, int64, ascending."""
@@ -97,14 +119,19 @@ class RowPool:
 
     def present(self, rows_T: Index) -> npt.NDArray[np.bool_]:
         """Which of these rows hold something, bool `[T]`."""
-        present_T: npt.NDArray[np.bool_] = self._origin[rows_T] != Origin.ABSENT
+        present_T: npt.NDArray[np.bool_] = self._origin_CB.reshape(-1)[rows_T] != Origin.ABSENT
         return present_T
 
     def complete(self, chunks_C: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
         """Which of these chunks have no absent row, bool `[C]`."""
-        origin_CB = self._origin.reshape(-1, self.block_size)[chunks_C]
-        complete_C: npt.NDArray[np.bool_] = np.all(origin_CB != Origin.ABSENT, axis=1)
+        complete_C: npt.NDArray[np.bool_] = np.all(
+            self._origin_CB[chunks_C] != Origin.ABSENT, axis=1
+        )
         return complete_C
+
+    def blank(self, chunks_C: npt.NDArray[np.integer]) -> bool:
+        """Whether none of these chunks has a row."""
+        return not self._origin_CB.take(chunks_C, axis=0).any()
 
     def write(
         self,
@@ -121,66 +148,57 @@ class RowPool:
             origin_T: uint8 `[T]`, or one origin for all.
             weight_version: version of the weights that ran, for all.
         """
-        edges = breaks(rows_T)
-        if (len(edges) + 1) * MIN_ROWS_PER_SPAN > len(rows_T):
-            self.scatter(rows_T, ids_TLK, origin_T, weight_version)
-            return
-        target, source = self._row_views(ids_TLK)
-        for first, stop in spans(rows_T, edges):
-            rows = slice(int(rows_T[first]), int(rows_T[first]) + stop - first)
-            target[rows] = source[first:stop]
-            self._origin[rows] = origin_T if isinstance(origin_T, int) else origin_T[first:stop]
-            self._version[rows] = weight_version
+        self._ids.put(rows_T, ids_TLK)
+        self._tag(rows_T, origin_T, weight_version)
 
-    def scatter(
+    def write_blocks(
         self,
-        rows_T: Index,
+        chunks_C: npt.NDArray[np.integer],
         ids_TLK: RouteIds,
-        origin_T: npt.NDArray[np.uint8] | int,
+        source: int,
+        origin_CB: npt.NDArray[np.uint8] | int,
         weight_version: int,
     ) -> None:
-        """As :meth:`write`, for rows that are known to lie apart."""
-        target, source = self._row_views(ids_TLK)
-        target[rows_T] = source
-        self._origin[rows_T] = origin_T
-        self._version[rows_T] = weight_version
+        """Write whole chunks.
 
-    def _row_views(self, ids_TLK: RouteIds) -> tuple[npt.NDArray[np.void], npt.NDArray[np.void]]:
-        """The pool's rows and the given ones, each row one opaque item, so that it is copied as a whole."""
-        row = f"V{self.schema.row_nbytes}"
-        return self._ids.view(row), ids_TLK.reshape(len(ids_TLK), -1).view(row)
+        Args:
+            chunks_C: integers `[C]`, no chunk twice.
+            ids_TLK: schema's dtype, contiguous.
+            source: place in `ids_TLK` of the first row of the first chunk; the others follow it.
+            origin_CB: uint8 `[C, block_size]`, or one origin for all.
+            weight_version: version of the weights that ran, for all.
+        """
+        self._ids.put_blocks(chunks_C, ids_TLK, source)
+        self._origin_CB[chunks_C] = origin_CB
+        self._version_CB[chunks_C] = weight_version
+
+    def write_steps(
+        self, rows_RN: Index, steps: Sequence[RouteIds], origin: Origin, weight_version: int
+    ) -> None:
+        """Write the rows of several steps of one batch; see :meth:`RowArray.put_steps`."""
+        self._ids.put_steps(rows_RN, steps)
+        self._tag(rows_RN.ravel(), int(origin), weight_version)
 
     def copy_chunk(self, source: int, target: int) -> None:
         """Copy every row of one chunk onto another."""
-        size = self.block_size
-        from_rows = slice(source * size, (source + 1) * size)
-        to_rows = slice(target * size, (target + 1) * size)
-        for array in (self._ids, self._origin, self._version):
-            array[to_rows] = array[from_rows]
+        self._ids.copy_block(source, target)
+        self._origin_CB[target] = self._origin_CB[source]
+        self._version_CB[target] = self._version_CB[source]
 
     def read(
-        self, chunks_C: Index
+        self, chunks_C: npt.NDArray[np.integer]
     ) -> tuple[RouteIds, npt.NDArray[np.uint8], npt.NDArray[np.uint32]]:
         """Copy whole chunks: ids `[C * B, L, K]`, origins uint8 `[C * B]`, versions uint32 `[C * B]`.
 
         A negative chunk reads as absent rows. The ids and version of an absent row mean nothing.
         """
-        size, count = self.block_size, len(chunks_C)
-        ids: RouteIds = np.empty((count * size, self._ids.shape[1]), self.schema.dtype)
-        # A missing chunk must not look like the one before chunk 0.
-        edges = breaks(np.where(chunks_C < 0, -2, chunks_C))
-        if not count or (len(edges) + 1) * MIN_ROWS_PER_SPAN <= count * size:
-            for first, stop in spans(chunks_C, edges):
-                begin = int(chunks_C[first])
-                if begin >= 0:
-                    rows = slice(begin * size, (begin + stop - first) * size)
-                    ids[first * size : stop * size] = self._ids[rows]
-        else:
-            self._take_chunks(chunks_C, ids)
-        origin_CB = self._origin.reshape(-1, size)[chunks_C]
-        origin_CB[chunks_C < 0] = Origin.ABSENT
-        version_CB = self._version.reshape(-1, size)[chunks_C]
-        return ids.reshape(self.schema.shape(count * size)), origin_CB.ravel(), version_CB.ravel()
+        missing = len(chunks_C) and chunks_C.min() < 0
+        ids_TLK = self._ids.take_blocks(chunks_C & _MISSING if missing else chunks_C)
+        origin_CB = self._origin_CB.take(chunks_C, axis=0, mode="clip")
+        version_CB = self._version_CB.take(chunks_C, axis=0, mode="clip")
+        if missing:
+            origin_CB[chunks_C < 0] = Origin.ABSENT
+        return ids_TLK, origin_CB.reshape(-1), version_CB.reshape(-1)
 
     def check(self, expected_refs_C: npt.NDArray[np.int64]) -> None:
         """Compare the reference counts with a recount by the owner, and the free list with both.
@@ -201,22 +219,21 @@ class RowPool:
             where = "is free and held" if free[chunk] else "is neither free nor held"
             raise IntegrityError(f"chunk {chunk} {where}")
 
-    def _take_chunks(self, chunks_C: Index, ids: RouteIds) -> None:
-        block = f"V{self.schema.row_nbytes * self.block_size}"
-        source = self._ids.reshape(self.num_chunks, -1).view(block).ravel()
-        # Clipping reads chunk 0 in place of a missing one; its rows are marked absent by the caller. It also
-        # lets numpy write straight into `ids`.
-        target = ids.reshape(len(chunks_C), -1).view(block).ravel()
-        source.take(chunks_C, out=target, mode="clip")
+    def _tag(
+        self, rows_T: Index, origin_T: npt.NDArray[np.uint8] | int, weight_version: int
+    ) -> None:
+        self._origin_CB.reshape(-1)[rows_T] = origin_T
+        self._version_CB.reshape(-1)[rows_T] = weight_version
+
+    def _have(self, count: int) -> None:
+        """Have at least so many free chunks."""
+        if count > self.free.total:
+            self._grow(max(int(self.num_chunks * self._growth_factor), self.num_chunks + count))
 
     def _grow(self, num_chunks: int) -> None:
-        old = self.num_chunks
-        rows, old_rows = num_chunks * self.block_size, old * self.block_size
-        # Only the old part is copied: what the system has not been asked to fill stays unmapped until used.
-        ids: RouteIds = np.empty((rows, self._ids.shape[1]), self.schema.dtype)
-        ids[:old_rows] = self._ids
-        self._ids = ids
-        self._origin = np.concatenate([self._origin, np.zeros(rows - old_rows, np.uint8)])
-        self._version = np.concatenate([self._version, np.zeros(rows - old_rows, np.uint32)])
-        self.refs_C = np.concatenate([self.refs_C, np.zeros(num_chunks - old, np.int32)])
-        self.free.add(old, num_chunks - old)
+        old, more = self.num_chunks, num_chunks - self.num_chunks
+        self._ids.grow(num_chunks)
+        self._origin_CB = np.pad(self._origin_CB, ((0, more), (0, 0)))
+        self._version_CB = np.pad(self._version_CB, ((0, more), (0, 0)))
+        self.refs_C = np.pad(self.refs_C, (0, more))
+        self.free.add(old, more)

@@ -14,12 +14,13 @@ while its lease is the block's present one, and every slot is tagged with the le
 
 A slot that still has the tag of an ended lease still has that owner's row, and answers with it.
 
-Legend of shape suffixes: T = rows, M = blocks of a request, B = block_size, N = blocks of the pool, L = MoE layers,
-K = top-k.
+Legend of shape suffixes: T = rows, S = slots, M = blocks of a request, C = blocks to write, B = block_size,
+P = blocks of the pool, R = requests, N = steps, L = MoE layers, K = top-k.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -27,15 +28,12 @@ import numpy.typing as npt
 
 from routebook.errors import IntegrityError
 from routebook.ledger.base import RouteIds
-from routebook.ledger.spans import MIN_ROWS_PER_SPAN, Index, breaks, spans
+from routebook.ledger.row_array import RowArray
+from routebook.ledger.spans import Index
 from routebook.routes.provenance import Origin
 from routebook.routes.schema import RouteSchema
 
-_Tag = TypeVar("_Tag", bound=np.generic)
-
 NO_LEASE = -1
-_FEW_ROWS = 512
-"""Below, one indexed copy costs less than looking for spans."""
 _BLOCK_BITS = 32
 _BLOCK_MASK = (1 << _BLOCK_BITS) - 1
 
@@ -61,26 +59,36 @@ class RoutedExpertsManager:
         self.schema = schema
         self.block_size = block_size
         self.num_blocks = num_blocks
-        num_slots = num_blocks * block_size
-        # Left unwritten: a slot is mapped by the system when it is used.
-        self.routed_experts_by_slot: RouteIds = np.empty(schema.shape(num_slots), schema.dtype)
-        self.lease_N: Index = np.arange(num_blocks, dtype=np.int64)
+        self._ids = RowArray(schema, block_size, num_blocks)
+        self.lease_P: Index = np.arange(num_blocks, dtype=np.int64)
         """The present lease of each block."""
-        self._lease = np.full(num_slots, NO_LEASE, np.int64)
-        self._position = np.zeros(num_slots, np.int32)
-        self._version = np.zeros(num_slots, np.uint32)
-        self._origin = np.zeros(num_slots, np.uint8)
+        tags = num_blocks, block_size
+        self._lease_PB: Index = np.full(tags, NO_LEASE, np.int64)
+        self._position_PB: npt.NDArray[np.int32] = np.zeros(tags, np.int32)
+        self._version_PB: npt.NDArray[np.uint32] = np.zeros(tags, np.uint32)
+        self._origin_PB: npt.NDArray[np.uint8] = np.zeros(tags, np.uint8)
+
+    @property
+    def routed_experts_by_slot(self) -> RouteIds:
+        """The rows, `[num_blocks * block_size, L, K]`."""
+        return self._ids.ids_TLK
 
     @property
     def nbytes(self) -> int:
         """Bytes of rows and tags, of all slots."""
-        tags = (self.lease_N, self._lease, self._position, self._version, self._origin)
+        tags = (
+            self.lease_P,
+            self._lease_PB,
+            self._position_PB,
+            self._version_PB,
+            self._origin_PB,
+        )
         return self.routed_experts_by_slot.nbytes + sum(tag.nbytes for tag in tags)
 
     def hand_out(self, blocks_M: Index) -> Index:
         """Give blocks, each once, to a new owner: end their leases and return new ones, int64 `[M]`."""
-        self.lease_N[blocks_M] += 1 << _BLOCK_BITS
-        leases_M: Index = self.lease_N[blocks_M]
+        self.lease_P[blocks_M] += 1 << _BLOCK_BITS
+        leases_M: Index = self.lease_P[blocks_M]
         return leases_M
 
     def holds(self, leases_M: Index) -> npt.NDArray[np.bool_]:
@@ -90,10 +98,15 @@ class RoutedExpertsManager:
 
     def complete(self, leases_M: Index) -> npt.NDArray[np.bool_]:
         """Under which leases every slot of the block has been written, bool `[M]`."""
-        tags_MB = self._taken(self._lease, block_of(leases_M))
+        tags_MB = self._lease_PB.take(block_of(leases_M), axis=0, mode="clip")
         complete_M: npt.NDArray[np.bool_] = np.all(tags_MB == leases_M[:, None], axis=1)
         complete_M[leases_M == NO_LEASE] = False
         return complete_M
+
+    def blank(self, leases_M: Index) -> bool:
+        """Whether these leases are present ones under which no slot has been written."""
+        tags_MB = self._lease_PB.take(block_of(leases_M), axis=0, mode="clip")
+        return bool(self.holds(leases_M).all()) and not (tags_MB == leases_M[:, None]).any()
 
     def store_batch(
         self,
@@ -115,19 +128,67 @@ class RoutedExpertsManager:
             origin_T: uint8 `[T]`, or one origin for all.
             weight_version: version of the weights that ran, for all.
         """
-        open_T = self._present(leases_T) == leases_T
-        open_T &= self._lease[slots_T] != leases_T
-        rows_T = ids_TLK.reshape(-1).view(f"V{self.schema.row_nbytes}")
+        open_T = self._open(slots_T, leases_T)
         if not open_T.all():
             slots_T, leases_T, positions_T = slots_T[open_T], leases_T[open_T], positions_T[open_T]
-            rows_T = rows_T[open_T]
+            ids_TLK = ids_TLK[open_T]
             if not isinstance(origin_T, int):
                 origin_T = origin_T[open_T]
-        self._lease[slots_T] = leases_T
-        self._position[slots_T] = positions_T
-        self._version[slots_T] = weight_version
-        self._origin[slots_T] = origin_T
-        self._put(slots_T, rows_T)
+        self._tag(slots_T, leases_T, positions_T, origin_T, weight_version)
+        self._ids.put(slots_T, ids_TLK)
+
+    def store_blocks(
+        self,
+        leases_C: Index,
+        first_block: int,
+        ids_TLK: RouteIds,
+        source: int,
+        *,
+        origin_CB: npt.NDArray[np.uint8] | int,
+        weight_version: int,
+    ) -> None:
+        """Write whole blocks that follow each other in their request.
+
+        Args:
+            leases_C: int64 `[C]`, under which the rows were computed, each blank.
+            first_block: place of the first block in its request.
+            ids_TLK: in the schema's dtype, contiguous.
+            source: place in `ids_TLK` of the first row of the first block; the others follow it.
+            origin_CB: uint8 `[C, block_size]`, or one origin for all.
+            weight_version: version of the weights that ran, for all.
+        """
+        blocks_C, count = block_of(leases_C), len(leases_C)
+        self._lease_PB[blocks_C] = leases_C[:, None]
+        self._position_PB[blocks_C] = self._positions(first_block, count)
+        self._version_PB[blocks_C] = weight_version
+        self._origin_PB[blocks_C] = origin_CB
+        self._ids.put_blocks(blocks_C, ids_TLK, source)
+
+    def store_steps(
+        self,
+        slots_T: Index,
+        leases_T: Index,
+        positions_T: Index,
+        steps: Sequence[RouteIds],
+        *,
+        origin: Origin,
+        weight_version: int,
+    ) -> bool:
+        """Write the rows of N steps of one batch if every slot is open for its row; False, and no change, if not.
+
+        Args:
+            slots_T: int64 `[R * N]`, the slots of each request side by side, no slot twice.
+            leases_T: int64 `[R * N]`, under which the rows were computed.
+            positions_T: int64 `[R * N]`, of the rows in their request.
+            steps: of each step, `[R, L, K]` in the schema's dtype, contiguous.
+            origin: of all rows.
+            weight_version: version of the weights that ran, for all.
+        """
+        if not self._open(slots_T, leases_T).all():
+            return False
+        self._tag(slots_T, leases_T, positions_T, int(origin), weight_version)
+        self._ids.put_steps(slots_T.reshape(-1, len(steps)), steps)
+        return True
 
     def get(
         self, leases_M: Index, first_block: int
@@ -141,17 +202,17 @@ class RoutedExpertsManager:
 
         The ids and version of an absent row mean nothing.
         """
-        size, count = self.block_size, len(leases_M)
         blocks_M = block_of(leases_M)
-        proven_MB = self._taken(self._lease, blocks_M) == leases_M[:, None]
-        first = first_block * size
-        positions_MB = np.arange(first, first + count * size).reshape(count, size)
-        proven_MB &= self._taken(self._position, blocks_M) == positions_MB
+        positions_MB = self._positions(first_block, len(leases_M))
+        # A block that does not exist is clipped to one whose lease is another.
+        proven_MB = self._lease_PB.take(blocks_M, axis=0, mode="clip") == leases_M[:, None]
+        proven_MB &= self._position_PB.take(blocks_M, axis=0, mode="clip") == positions_MB
         # Only a slot that was never written has the tag NO_LEASE, and its origin is ABSENT.
-        origin_MB = self._taken(self._origin, blocks_M)
-        origin_MB[~proven_MB] = Origin.ABSENT
-        version_MB = self._taken(self._version, blocks_M)
-        return self._ids_of(blocks_M), origin_MB.ravel(), version_MB.ravel()
+        origin_MB = self._origin_PB.take(blocks_M, axis=0, mode="clip")
+        if not proven_MB.all():
+            origin_MB[~proven_MB] = Origin.ABSENT
+        version_MB = self._version_PB.take(blocks_M, axis=0, mode="clip")
+        return self._ids.take_blocks(blocks_M), origin_MB.reshape(-1), version_MB.reshape(-1)
 
     def check(self) -> None:
         """Compare the tags with what can be true of them.
@@ -159,64 +220,46 @@ class RoutedExpertsManager:
         Raises:
             IntegrityError: a slot has a tag that no write leaves.
         """
-        slots = np.flatnonzero(self._lease != NO_LEASE)
-        leases, size = self._lease[slots], self.block_size
-        right = block_of(leases) == slots // size
-        right &= leases <= self.lease_N[slots // size]
-        right &= self._position[slots] % size == slots % size
-        right &= self._origin[slots] != Origin.ABSENT
-        if not right.all():
-            slot = int(slots[~right][0])
+        block_S, offset_S = np.nonzero(self._lease_PB != NO_LEASE)
+        lease_S = self._lease_PB[block_S, offset_S]
+        right_S = block_of(lease_S) == block_S
+        right_S &= lease_S <= self.lease_P[block_S]
+        right_S &= self._position_PB[block_S, offset_S] % self.block_size == offset_S
+        right_S &= self._origin_PB[block_S, offset_S] != Origin.ABSENT
+        if not right_S.all():
+            wrong = int(np.flatnonzero(~right_S)[0])
+            at = int(block_S[wrong]), int(offset_S[wrong])
             raise IntegrityError(
-                f"slot {slot} is tagged lease {self._lease[slot]:#x}, position"
-                f" {self._position[slot]}, origin {self._origin[slot]}: no write leaves that there"
+                f"slot {at[0] * self.block_size + at[1]} is tagged lease {self._lease_PB[at]:#x},"
+                f" position {self._position_PB[at]}, origin {self._origin_PB[at]}: no write leaves"
+                " that there"
             )
+
+    def _positions(self, first_block: int, num_blocks: int) -> npt.NDArray[np.int32]:
+        """The positions of the rows of some blocks of a request, `[num_blocks, block_size]`."""
+        start, stop = first_block * self.block_size, (first_block + num_blocks) * self.block_size
+        return np.arange(start, stop, dtype=np.int32).reshape(num_blocks, self.block_size)
 
     def _present(self, leases: Index) -> Index:
         # A block that does not exist is clipped to one whose lease is another.
-        present: Index = self.lease_N.take(block_of(leases), mode="clip")
+        present: Index = self.lease_P.take(block_of(leases), mode="clip")
         return present
 
-    def _taken(self, tags: npt.NDArray[_Tag], blocks_M: Index) -> npt.NDArray[_Tag]:
-        by_block: npt.NDArray[_Tag] = tags.reshape(self.num_blocks, self.block_size)
-        return by_block.take(blocks_M, axis=0, mode="clip")
+    def _open(self, slots_T: Index, leases_T: Index) -> npt.NDArray[np.bool_]:
+        """Whether the lease has not ended and the slot has no row under it, bool `[T]`."""
+        open_T: npt.NDArray[np.bool_] = self._present(leases_T) == leases_T
+        open_T &= self._lease_PB.reshape(-1)[slots_T] != leases_T
+        return open_T
 
-    def _put(self, slots_T: Index, rows_T: npt.NDArray[np.void]) -> None:
-        """Copy rows, each as one opaque item; long spans as slices, and whole blocks as larger items."""
-        target = self._ids_as(rows_T.dtype.itemsize)
-        if len(slots_T) < _FEW_ROWS:
-            target[slots_T] = rows_T
-            return
-        edges, size = breaks(slots_T), self.block_size
-        if (len(edges) + 1) * MIN_ROWS_PER_SPAN <= len(slots_T):
-            for first, stop in spans(slots_T, edges):
-                slot = int(slots_T[first])
-                target[slot : slot + stop - first] = rows_T[first:stop]
-            return
-        whole = len(slots_T) // size * size
-        if (edges[edges < whole] % size).any() or (slots_T[:whole:size] % size).any():
-            whole = 0
-        blocks = rows_T[:whole].view(f"V{rows_T.dtype.itemsize * size}")
-        self._ids_as(blocks.dtype.itemsize)[slots_T[:whole:size] // size] = blocks
-        target[slots_T[whole:]] = rows_T[whole:]
-
-    def _ids_as(self, item_nbytes: int) -> npt.NDArray[np.void]:
-        """The rows as opaque items of one or more rows each."""
-        ids = self.routed_experts_by_slot.reshape(-1)
-        return ids.view(np.uint8).view(f"V{item_nbytes}")
-
-    def _ids_of(self, blocks_M: Index) -> RouteIds:
-        size, count = self.block_size, len(blocks_M)
-        ids: RouteIds = np.empty(self.schema.shape(count * size), self.schema.dtype)
-        edges = breaks(blocks_M)
-        if not count or (len(edges) + 1) * MIN_ROWS_PER_SPAN <= count * size:
-            for first, stop in spans(blocks_M, edges):
-                # What lies outside the pool has no rows, and its ids are never looked at.
-                slot = min(int(blocks_M[first]), self.num_blocks) * size
-                rows = self.routed_experts_by_slot[slot : slot + (stop - first) * size]
-                ids[first * size : first * size + len(rows)] = rows
-            return ids
-        source = self._ids_as(self.schema.row_nbytes * size)
-        # Clipping also lets numpy write straight into `ids`.
-        source.take(blocks_M, out=ids.reshape(-1).view(source.dtype), mode="clip")
-        return ids
+    def _tag(
+        self,
+        slots_T: Index,
+        leases_T: Index,
+        positions_T: Index,
+        origin_T: npt.NDArray[np.uint8] | int,
+        weight_version: int,
+    ) -> None:
+        self._lease_PB.reshape(-1)[slots_T] = leases_T
+        self._position_PB.reshape(-1)[slots_T] = positions_T
+        self._version_PB.reshape(-1)[slots_T] = weight_version
+        self._origin_PB.reshape(-1)[slots_T] = origin_T

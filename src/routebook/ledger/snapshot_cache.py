@@ -6,7 +6,8 @@ are freed, with a note for each block that lacked rows, and completed as the not
 
     preempted   capture           what the slots have, and which leases still owe rows
     stored      refresh_pending   a lease that owed rows got some: take them from the step, as the slot may be another's
-    read        get_best          the snapshot's rows over those of the slots: they were computed earlier
+    read        get_best          the snapshot's rows over those of the slots, where those of the earliest run are
+                                  asked for; under them otherwise (`recompute.py`)
 
 Legend of shape suffixes: T = rows, B = block_size, L = MoE layers, K = top-k.
 """
@@ -14,13 +15,14 @@ Legend of shape suffixes: T = rows, B = block_size, L = MoE layers, K = top-k.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from routebook.errors import IntegrityError
 from routebook.ledger.base import RowRange
+from routebook.ledger.recompute import LATEST, Mask, goes_before
 from routebook.ledger.spans import Index
 from routebook.routes.provenance import Origin
 from routebook.routes.schema import RouteSchema
@@ -34,8 +36,8 @@ class PendingBlock:
     """Its place in the request."""
     own: bool
     """The request itself computes the rows; otherwise it took the block from the prefix cache."""
-    beats_shared: bool = False
-    """The rows were computed before the request took this block from the prefix cache, in a later run."""
+    run: int
+    """The run that computed or took the block."""
 
 
 @dataclass(slots=True)
@@ -44,18 +46,26 @@ class Entry:
 
     data: RowRange
     """Rows from position 0 on; absent ones may lie between."""
+    run_T: Index
+    """The run that computed, or took, each row."""
     pending: dict[int, PendingBlock] = field(default_factory=dict)
     """By lease, which names the block: the snapshot's pending block ids."""
 
-    def fill(self, rows: RowRange, *, beats_shared: bool) -> None:
-        """Take rows where there is none, and also where a shared one is if `beats_shared`."""
+    def fill(self, rows: RowRange, run: int, recompute: str) -> None:
+        """Take the rows that a run computed or took, where they are chosen over what is there."""
         self.reach(rows.start + len(rows.origin_T))
         part = slice(rows.start, rows.start + len(rows.origin_T))
-        open_T = self.data.origin_T[part] == Origin.ABSENT
-        if beats_shared:
-            open_T |= self.data.origin_T[part] == Origin.PREFIX_CACHE
-        open_T &= rows.origin_T != Origin.ABSENT
-        _copy(rows, self.data, open_T, part)
+        origin_T, run_T = self.data.origin_T[part], self.run_T[part]
+        came_T, held_T = rows.origin_T != Origin.ABSENT, origin_T != Origin.ABSENT
+        take_T = came_T & (~held_T | _is_chosen(recompute, run, rows.origin_T, run_T, origin_T))
+        if recompute == LATEST:
+            again_T = held_T & came_T & _is_own(origin_T) & (run_T > run)
+            told_T = rows.origin_T.copy()
+            told_T[held_T & _is_own(told_T) & (run_T < run)] = Origin.RECOMPUTED
+            origin_T[again_T] = Origin.RECOMPUTED
+            rows = replace(rows, origin_T=told_T)
+        run_T[take_T] = run
+        _copy(rows, self.data, take_T, part)
 
     def reach(self, num_rows: int) -> None:
         """Have room for at least `num_rows` rows."""
@@ -68,13 +78,16 @@ class Entry:
                 origin_T=np.pad(data.origin_T, (0, more)),
                 version_T=np.pad(data.version_T, (0, more)),
             )
+            self.run_T = np.pad(self.run_T, (0, more))
 
-    def settled(self, note: PendingBlock, block_size: int) -> bool:
-        """Whether nothing that comes for this block can change a row."""
-        origin_B = self.data.origin_T[note.block * block_size : (note.block + 1) * block_size]
+    def settled(self, note: PendingBlock, block_size: int, recompute: str) -> bool:
+        """Whether nothing that comes for this block will be chosen."""
+        part = slice(note.block * block_size, (note.block + 1) * block_size)
+        origin_B, run_B = self.data.origin_T[part], self.run_T[part]
+        comes = Origin.PREFILL if note.own else Origin.PREFIX_CACHE
+        comes_B = np.full(len(origin_B), comes, np.uint8)
         final_B = origin_B != Origin.ABSENT
-        if note.beats_shared:
-            final_B &= origin_B != Origin.PREFIX_CACHE
+        final_B &= ~_is_chosen(recompute, note.run, comes_B, run_B, origin_B)
         return len(final_B) == block_size and bool(final_B.all())
 
 
@@ -84,10 +97,12 @@ class RoutedExpertsCache:
     Args:
         schema: layers, top-k and dtype of a row.
         block_size: tokens per KV block.
+        recompute: one of `RECOMPUTE`.
     """
 
-    def __init__(self, schema: RouteSchema, block_size: int) -> None:
+    def __init__(self, schema: RouteSchema, block_size: int, recompute: str) -> None:
         self.schema = schema
+        self.recompute = recompute
         self.block_size = block_size
         self.entries: dict[str, Entry] = {}
         self.waiting: dict[int, set[str]] = {}
@@ -99,12 +114,19 @@ class RoutedExpertsCache:
         data = [entry.data for entry in self.entries.values()]
         return sum(d.ids_TLK.nbytes + d.origin_T.nbytes + d.version_T.nbytes for d in data)
 
-    def capture(self, request_id: str, rows: RowRange, pending: Mapping[int, PendingBlock]) -> None:
+    def awaits(self, leases_M: Index) -> bool:
+        """Whether rows under one of these leases are pending for somebody."""
+        return bool(self.waiting) and not self.waiting.keys().isdisjoint(leases_M.tolist())
+
+    def capture(
+        self, request_id: str, rows: RowRange, run: int, pending: Mapping[int, PendingBlock]
+    ) -> None:
         """Before the blocks of a request are freed: keep what is better than, or beyond, what is kept already.
 
         Args:
             request_id: whose rows.
             rows: the rows in its slots, from position 0 on.
+            run: the run that computed or took them.
             pending: blocks that lack rows, by lease.
         """
         held = np.flatnonzero(rows.origin_T)
@@ -118,16 +140,17 @@ class RoutedExpertsCache:
             origin_T=rows.origin_T[:stop],
             version_T=rows.version_T[:stop],
         )
-        entry.fill(kept, beats_shared=False)
+        entry.fill(kept, run, self.recompute)
         for lease, note in pending.items():
-            # A lease that is pending already was noted by an earlier run, whose word counts.
-            if lease not in entry.pending and not entry.settled(note, self.block_size):
+            # A lease that is pending already was noted by an earlier run.
+            chosen = lease not in entry.pending or self.recompute == LATEST
+            if chosen and not self._is_settled(entry, note):
                 entry.pending[lease] = note
                 self.waiting.setdefault(lease, set()).add(request_id)
 
-    def keep(self, request_id: str, rows: RowRange) -> None:
-        """Keep rows that have no slot; a row that is kept already stays."""
-        self._entry(request_id).fill(rows, beats_shared=False)
+    def keep(self, request_id: str, rows: RowRange, run: int) -> None:
+        """Keep rows that have no slot."""
+        self._entry(request_id).fill(rows, run, self.recompute)
 
     def refresh_pending(self, lease: int, rows: RowRange) -> None:
         """After a step was stored: take the rows that came for a pending lease.
@@ -140,12 +163,12 @@ class RoutedExpertsCache:
             entry = self.entries[request_id]
             note = entry.pending[lease]
             assert note.block == rows.start // self.block_size, "rows came for another place"
-            entry.fill(rows if note.own else _as_shared(rows), beats_shared=note.beats_shared)
-            if entry.settled(note, self.block_size):
+            entry.fill(rows if note.own else _as_shared(rows), note.run, self.recompute)
+            if self._is_settled(entry, note):
                 self._drop(request_id, entry, lease)
 
-    def get_best(self, request_id: str, rows: RowRange) -> None:
-        """Put the snapshot's rows, which were computed earlier, over those of the slots, in place."""
+    def get_best(self, request_id: str, rows: RowRange, run: int) -> None:
+        """Put the snapshot's rows over those of the slots of run `run`, in place, where they are chosen."""
         entry = self.entries.get(request_id)
         if entry is None:
             return
@@ -153,13 +176,20 @@ class RoutedExpertsCache:
         stop = min(start + len(rows.origin_T), len(kept.origin_T))
         if start >= stop:
             return
-        part = RowRange(
+        part, kept_run_T = slice(0, stop - start), entry.run_T[start:stop]
+        kept = RowRange(
             start=start,
             ids_TLK=kept.ids_TLK[start:stop],
             origin_T=kept.origin_T[start:stop],
             version_T=kept.version_T[start:stop],
         )
-        _copy(part, rows, part.origin_T != Origin.ABSENT, slice(0, stop - start))
+        origin_T, held_T = rows.origin_T[part], kept.origin_T != Origin.ABSENT
+        take_T = held_T & (
+            (origin_T == Origin.ABSENT) | goes_before(self.recompute, kept_run_T, run)
+        )
+        if self.recompute == LATEST:
+            origin_T[held_T & _is_own(origin_T)] = Origin.RECOMPUTED
+        _copy(kept, rows, take_T, part)
 
     def settle(self, request_id: str, leases: Iterable[int]) -> list[int]:
         """No more rows come under these leases for this request; return those nobody waits for now."""
@@ -200,8 +230,11 @@ class RoutedExpertsCache:
                 origin_T=np.zeros(0, np.uint8),
                 version_T=np.zeros(0, np.uint32),
             )
-            entry = self.entries[request_id] = Entry(empty)
+            entry = self.entries[request_id] = Entry(empty, np.zeros(0, np.int64))
         return entry
+
+    def _is_settled(self, entry: Entry, note: PendingBlock) -> bool:
+        return entry.settled(note, self.block_size, self.recompute)
 
     def _drop(self, request_id: str, entry: Entry, lease: int) -> None:
         del entry.pending[lease]
@@ -209,6 +242,24 @@ class RoutedExpertsCache:
         names.remove(request_id)
         if not names:
             del self.waiting[lease]
+
+
+def _is_own(origin_T: npt.NDArray[np.uint8]) -> Mask:
+    own_T: Mask = (origin_T == Origin.PREFILL) | (origin_T == Origin.DECODE)
+    return own_T
+
+
+def _is_chosen(
+    recompute: str,
+    run: int,
+    origin_T: npt.NDArray[np.uint8],
+    held_run_T: Index,
+    held_origin_T: npt.NDArray[np.uint8],
+) -> Mask:
+    """Whether rows of a run are chosen over held ones; what a run took goes before what it computes there."""
+    chosen_T: Mask = (origin_T == Origin.PREFIX_CACHE) & (held_origin_T != Origin.PREFIX_CACHE)
+    chosen_T &= held_run_T == run
+    return chosen_T | goes_before(recompute, run, held_run_T)
 
 
 def _as_shared(rows: RowRange) -> RowRange:

@@ -12,16 +12,12 @@ import numpy.typing as npt
 
 Index = npt.NDArray[np.int64]
 
-# A span of adjacent rows is copied by itself when spans are at least this long on average; below, one indexed
-# copy of all rows costs less than the calls.
-MIN_ROWS_PER_SPAN = 32
 
-
-def breaks(values_T: Index) -> Index:
+def breaks(values_T: npt.NDArray[np.integer]) -> Index:
     """Where a value is not the one before plus one, int64."""
     return np.flatnonzero(values_T[1:] != values_T[:-1] + 1) + 1
 
 
-def spans(values_T: Index, breaks: Index) -> list[tuple[int, int]]:
+def spans(values_T: npt.NDArray[np.integer], breaks: Index) -> list[tuple[int, int]]:
     """The maximal `[first, stop)` of places between breaks."""
     return list(pairwise([0, *breaks.tolist(), len(values_T)])) if len(values_T) else []

@@ -24,6 +24,8 @@ class Origin(IntEnum):
     PREFIX_CACHE = 3
     RESTORED = 4
     TRANSFERRED = 5
+    RECOMPUTED = 6
+    """Computed by a later run of a preempted request, in place of a row that an earlier run had."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from routebook.ledger.recompute import EARLIEST
 from routebook.routes.provenance import Origin
 
 
@@ -26,23 +27,28 @@ class _Life:
 
     prompt_tokens: int
     run: int = 0
-    own: dict[int, OracleRow] = field(default_factory=dict)
-    borrowed: dict[int, tuple[int, dict[int, OracleRow]]] = field(default_factory=dict)
-    """Position -> run in which it was taken, and the rows of the run that made the block, by position."""
     made: dict[int, dict[int, OracleRow]] = field(default_factory=dict)
     """Run -> position -> row, for every row that the run computed."""
+    taken: dict[int, list[tuple[int, dict[int, OracleRow]]]] = field(default_factory=dict)
+    """Position -> runs in which it was taken from the prefix cache, and the rows of the run that made the block."""
 
-    def borrowed_row(self, position: int) -> OracleRow | None:
-        _, made = self.borrowed.get(position, (0, {}))
-        row = made.get(position)
-        return row and OracleRow(row.ids, Origin.PREFIX_CACHE, row.version)
+    def candidates(self, position: int) -> list[tuple[int, OracleRow]]:
+        """Run and row of all that there is for a position, a row that was taken before an own one of that run."""
+        shared = [
+            (run, OracleRow(made[position].ids, Origin.PREFIX_CACHE, made[position].version))
+            for run, made in self.taken.get(position, ())
+            if position in made
+        ]
+        own = [(run, made[position]) for run, made in self.made.items() if position in made]
+        return sorted(shared + own, key=lambda found: found[0])
 
 
 class DictOracle:
     """The contract of :class:`~routebook.ledger.base.Ledger`, row by row."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, recompute: str) -> None:
         self.block_size = block_size
+        self.recompute = recompute
         self.living: dict[str, _Life] = {}
         self.published: dict[bytes, dict[int, OracleRow]] = {}
         # The dead are kept: their last steps may still be on the way.
@@ -57,14 +63,13 @@ class DictOracle:
         return self._last[request_id].run
 
     def share(self, request_id: str, block_hashes: Sequence[bytes]) -> None:
-        """Borrow positions that the request has from nowhere else."""
+        """Take what is published."""
         life = self.living[request_id]
         for block, block_hash in enumerate(block_hashes):
             if block_hash in self.published:
                 made = self.published[block_hash]
                 for position in self._positions(block):
-                    if position not in life.own:
-                        life.borrowed.setdefault(position, (life.run, made))
+                    life.taken.setdefault(position, []).append((life.run, made))
 
     def publish(self, request_id: str, block_hash: bytes) -> None:
         """Name the rows that the current run made, those to come included; the first publisher stays."""
@@ -91,10 +96,6 @@ class DictOracle:
         origin = Origin.PREFILL if position < life.prompt_tokens else Origin.DECODE
         row = OracleRow(ids, origin, version)
         life.made.setdefault(run, {}).setdefault(position, row)
-        taken_in, _ = life.borrowed.get(position, (run + 1, {}))
-        if taken_in <= run and life.borrowed_row(position) is not None:
-            return
-        life.own.setdefault(position, row)
 
     def release(self, request_id: str, *, preempted: bool) -> None:
         """The next run of a request, or its end."""
@@ -105,8 +106,14 @@ class DictOracle:
 
     def row(self, request_id: str, position: int) -> OracleRow | None:
         """The row of a living request, or None if it is absent."""
-        life = self.living[request_id]
-        return life.own.get(position) or life.borrowed_row(position)
+        found = self.living[request_id].candidates(position)
+        if not found or self.recompute == EARLIEST:
+            return found[0][1] if found else None
+        last = found[-1][0]
+        row = next(row for run, row in found if run == last)
+        if row.origin is Origin.PREFIX_CACHE or found[0][0] == last:
+            return row
+        return OracleRow(row.ids, Origin.RECOMPUTED, row.version)
 
     def _positions(self, block: int) -> range:
         return range(block * self.block_size, (block + 1) * self.block_size)

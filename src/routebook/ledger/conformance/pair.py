@@ -14,6 +14,7 @@ import numpy.typing as npt
 from routebook.ledger.base import Ledger, ReleaseReason, RouteIds, RowRange, StepRows
 from routebook.ledger.conformance.kv_pool import FakeKVPool
 from routebook.ledger.conformance.oracle import DictOracle
+from routebook.ledger.recompute import EARLIEST
 from routebook.routes.provenance import Origin
 from routebook.routes.schema import RouteSchema
 
@@ -43,10 +44,14 @@ class LedgerPair:
     def __init__(self, ledger: Ledger, num_blocks: int = NUM_BLOCKS) -> None:
         assert ledger.schema == TAG_SCHEMA, "the tags need four columns of uint16"
         self.ledger = ledger
-        self.oracle = DictOracle(ledger.block_size)
+        self.oracle = DictOracle(ledger.block_size, ledger.recompute)
         self.pool = FakeKVPool(num_blocks)
         self._number_of: dict[str, int] = {}
         self._forwards = 0
+
+    def chosen(self, earliest: Sequence[int], latest: Sequence[int]) -> list[int]:
+        """What a test expects of a ledger that makes this choice."""
+        return list(earliest if self.ledger.recompute == EARLIEST else latest)
 
     def begin(self, request_id: str, num_prompt_tokens: int) -> None:
         """Start a request."""
@@ -98,6 +103,10 @@ class LedgerPair:
         """Run a planned step on a fake model and store its rows."""
         rows = self.run_model(step, tell_runs=tell_runs)
         self.ledger.store_batch(rows)
+        self.note(step, rows)
+
+    def note(self, step: PlannedStep, rows: StepRows) -> None:
+        """Tell the oracle what a planned step computed."""
         ids = iter(rows.ids_TLK.tolist())
         for (request_id, start, count), run in zip(step.pieces, step.runs, strict=True):
             for position in range(start, start + count):

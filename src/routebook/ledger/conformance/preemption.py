@@ -13,7 +13,7 @@ from routebook.routes.provenance import Origin
 class PreemptionConformance(ConformanceCase):
     """Preempted requests, shared blocks and recomputed ones, together."""
 
-    def test_a_resumed_request_keeps_its_rows_over_shared_ones(self) -> None:
+    def test_a_resumed_request_and_shared_rows(self) -> None:
         pair = self.make_pair()
         pair.begin(A, 9)
         pair.step((A, 0, 6))
@@ -25,10 +25,11 @@ class PreemptionConformance(ConformanceCase):
         pair.share(A, [H0, H1])
         pair.step((A, 8, 1))
         rows = pair.compare_range(A, 0, 10)
-        shared = [Origin.PREFIX_CACHE] * 2
-        assert rows.origin_T.tolist() == [Origin.PREFILL] * 6 + [*shared, Origin.PREFILL, 0]
+        prefill, shared = [Origin.PREFILL], [Origin.PREFIX_CACHE]
+        earliest = prefill * 6 + shared * 2 + prefill
+        assert rows.origin_T.tolist() == [*pair.chosen(earliest, shared * 8 + prefill), 0]
 
-    def test_a_late_row_beats_a_row_shared_after_it(self) -> None:
+    def test_a_late_row_and_a_row_shared_after_it(self) -> None:
         pair = self.make_pair()
         pair.begin(A, 8)
         pair.begin(B, 9)
@@ -40,9 +41,9 @@ class PreemptionConformance(ConformanceCase):
         pair.store(late)
         pair.store(pair.plan((A, 4, 1)))
         rows = pair.compare_range(A, 0, 5)
-        assert rows.origin_T.tolist() == [1, 1, 1, Origin.PREFIX_CACHE, 1]
+        assert rows.origin_T.tolist() == pair.chosen([1, 1, 1, 3, 1], [3, 3, 3, 3, 1])
 
-    def test_a_late_row_beats_a_whole_shared_block(self) -> None:
+    def test_a_late_row_and_a_whole_shared_block(self) -> None:
         pair = self.make_pair()
         pair.begin(A, 8)
         pair.begin(B, 9)
@@ -52,7 +53,8 @@ class PreemptionConformance(ConformanceCase):
         pair.release(A, ReleaseReason.PREEMPTED)
         pair.share(A, [H0])
         pair.store(late)
-        assert pair.compare_range(A, 0, 4).origin_T.tolist() == [1, 1, 1, Origin.PREFIX_CACHE]
+        origin_T = pair.compare_range(A, 0, 4).origin_T
+        assert origin_T.tolist() == pair.chosen([1, 1, 1, 3], [3, 3, 3, 3])
         pair.compare(9)
 
     def test_a_recomputed_block_is_published_as_recomputed(self) -> None:
@@ -70,7 +72,8 @@ class PreemptionConformance(ConformanceCase):
             pair.begin(B, 5)
             pair.share(B, [H0])
             pair.compare(6)
-            assert pair.ledger.read(A, 0, 4).version_T.tolist() == [0, 0, 0, 1]
+            version_T = pair.ledger.read(A, 0, 4).version_T
+            assert version_T.tolist() == pair.chosen([0, 0, 0, 1], [1] * 4)
             assert pair.ledger.read(B, 0, 4).version_T.tolist() == [1] * 4
 
     def test_a_block_published_after_its_rows_were_stored(self) -> None:
@@ -139,7 +142,8 @@ class PreemptionConformance(ConformanceCase):
         pair.store(whole)
         pair.compare(6)
         assert pair.ledger.read(B, 0, 4).version_T.tolist() == [1] * 4
-        assert pair.ledger.read(A, 0, 5).version_T.tolist() == [0, 0, 0, 1, 1]
+        version_T = pair.ledger.read(A, 0, 5).version_T
+        assert version_T.tolist() == pair.chosen([0, 0, 0, 1, 1], [1] * 5)
 
     def test_a_partial_run_never_reaches_a_block_that_is_published_again(self) -> None:
         pair = self.make_pair()
@@ -156,7 +160,8 @@ class PreemptionConformance(ConformanceCase):
         pair.share(B, [H0])
         pair.compare(6)
         assert pair.ledger.read(B, 0, 4).version_T.tolist() == [1] * 4
-        assert pair.ledger.read(A, 0, 5).version_T.tolist() == [0, 0, 0, 1, 1]
+        version_T = pair.ledger.read(A, 0, 5).version_T
+        assert version_T.tolist() == pair.chosen([0, 0, 0, 1, 1], [1] * 5)
 
     def test_a_step_that_never_came_leaves_a_published_block_absent(self) -> None:
         pair = self.make_pair()
@@ -168,7 +173,8 @@ class PreemptionConformance(ConformanceCase):
         pair.release(A, ReleaseReason.PREEMPTED)
         pair.step((A, 0, 4), version=1)
         pair.compare(6)
-        assert pair.ledger.read(A, 0, 4).version_T.tolist() == [0, 0, 1, 1]
+        version_T = pair.ledger.read(A, 0, 4).version_T
+        assert version_T.tolist() == pair.chosen([0, 0, 1, 1], [1] * 4)
         assert pair.ledger.read(B, 0, 4).origin_T.tolist() == [Origin.PREFIX_CACHE] * 2 + [0] * 2
         pair.withdraw(H0)
         pair.publish(A, 0, H0)
@@ -192,8 +198,9 @@ class PreemptionConformance(ConformanceCase):
         pair.begin(C, 5)
         pair.share(C, [H0])
         pair.compare(8)
-        assert pair.ledger.read(B, 0, 7).version_T.tolist() == [0] * 5 + [1] * 2
-        assert pair.ledger.read(B, 0, 4).origin_T.tolist() == [Origin.PREFIX_CACHE] * 4
+        rows = pair.ledger.read(B, 0, 7)
+        assert rows.version_T.tolist() == pair.chosen([0] * 5 + [1] * 2, [1] * 7)
+        assert rows.origin_T.tolist() == pair.chosen([3] * 4 + [1] * 3, [6] * 5 + [1] * 2)
         assert pair.ledger.read(C, 0, 4).version_T.tolist() == [1] * 4
 
     def test_a_sharer_whose_rows_never_came_has_its_own(self) -> None:
@@ -206,7 +213,8 @@ class PreemptionConformance(ConformanceCase):
         pair.release(B, ReleaseReason.PREEMPTED)
         pair.step((B, 0, 4), version=1)
         pair.compare(8)
-        assert pair.ledger.read(B, 0, 4).origin_T.tolist() == [Origin.PREFIX_CACHE] * 2 + [1] * 2
+        origin_T = pair.ledger.read(B, 0, 4).origin_T
+        assert origin_T.tolist() == pair.chosen([3, 3, 1, 1], [6, 6, 1, 1])
         assert pair.ledger.read(A, 0, 4).origin_T.tolist() == [1, 1, 0, 0]
         pair.withdraw(H0)
         pair.publish(B, 0, H0)
@@ -239,7 +247,7 @@ class PreemptionConformance(ConformanceCase):
         pair.compare(6)
         assert pair.ledger.read(B, 0, 4).version_T.tolist() == [0] * 4
 
-    def test_a_row_shared_earlier_beats_a_late_recomputation(self) -> None:
+    def test_a_row_shared_earlier_and_a_late_recomputation(self) -> None:
         pair = self.make_pair()
         pair.begin(A, 8)
         pair.publish(A, 0, H0)
@@ -252,7 +260,8 @@ class PreemptionConformance(ConformanceCase):
         for step in late:
             pair.store(step)
             pair.compare(8)
-        assert pair.ledger.read(B, 0, 6).version_T.tolist() == [0] * 4 + [1] * 2
+        version_T = pair.ledger.read(B, 0, 6).version_T
+        assert version_T.tolist() == pair.chosen([0] * 4 + [1] * 2, [1] * 6)
 
     def test_a_late_decode_does_not_pass_for_one_of_the_present_run(self) -> None:
         pair = self.make_pair()
@@ -286,7 +295,8 @@ class PreemptionConformance(ConformanceCase):
         for step in (late, whole):
             pair.store(step)
             pair.compare(9)
-        assert pair.ledger.read(A, 0, 8).version_T.tolist() == [0] * 5 + [1] * 3
+        version_T = pair.ledger.read(A, 0, 8).version_T
+        assert version_T.tolist() == pair.chosen([0] * 5 + [1] * 3, [1] * 8)
         assert pair.ledger.read(B, 0, 8).version_T.tolist() == [1] * 8
 
     def test_a_sharer_is_preempted_while_the_maker_goes_on_decoding(self) -> None:

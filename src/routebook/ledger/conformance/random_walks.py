@@ -21,7 +21,7 @@ class RandomWalkConformance(ConformanceCase):
     """Long random schedules."""
 
     def test_random_walks_agree_with_the_oracle(self) -> None:
-        for seed in range(12):
+        for seed in range(24):
             rng = random.Random(seed)
             block_size = rng.choice((1, 4, 16))
             num_blocks = MOST_REQUESTS * -(-LONGEST // block_size) + rng.randrange(9)
@@ -30,7 +30,9 @@ class RandomWalkConformance(ConformanceCase):
             depth = seed % 4
             for _ in range(60):
                 random_move(walk, rng, depth)
-                walk.check()
+                # A look may change what a ledger has written already.
+                if seed % 3 or rng.random() < 0.1:
+                    walk.check()
             walk.drain()
 
 
@@ -40,6 +42,8 @@ def random_move(walk: SchedulerWalk, rng: random.Random, depth: int) -> None:
     move = rng.random()
     if not living or (move < 0.12 and len(living) < MOST_REQUESTS):
         walk.add(rng.randrange(2), rng.randint(1, 30))
+    elif move < 0.3:
+        walk.decode(rng.randint(1, 9), depth)
     elif move < 0.75:
         batch = rng.sample(living, rng.randint(1, len(living)))
         hits = rng.choice((0, 2, 99, 99))

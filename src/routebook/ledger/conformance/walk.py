@@ -58,6 +58,14 @@ class SchedulerWalk:
                 self._compute(request_id, walker, stop)
         self.in_flight.append(self.pair.plan(*pieces, version=self.version))
 
+    def decode(self, steps: int, depth: int) -> None:
+        """Plan steps of one token of each request that runs, and store all but the last `depth`."""
+        for _ in range(steps):
+            running = [name for name, walker in self.walkers.items() if not walker.waiting]
+            self.schedule([(name, 1) for name in running], 0)
+            while len(self.in_flight) > depth:
+                self.store_oldest(tell_runs=depth > 0)
+
     def store_oldest(self, *, tell_runs: bool = True) -> None:
         """Store the oldest step in flight."""
         self.pair.store(self.in_flight.popleft(), tell_runs=tell_runs)
