@@ -6,7 +6,7 @@ READY := .venv/.ready
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 
-.PHONY: demo test lint unit format models benchmark clean
+.PHONY: demo test lint unit soak format models benchmark clean
 
 demo: $(READY)
 	$(BIN)/routebook demo --out runs/demo.routes
@@ -20,6 +20,10 @@ lint: $(READY)
 
 unit: $(READY)
 	$(BIN)/pytest -n 2
+
+# The state machine over the engine, 100,000 examples: about forty minutes of two cores.
+soak: $(READY)
+	$(BIN)/python -m tests.engine.soak --examples 100000 --seed 0
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

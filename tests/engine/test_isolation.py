@@ -10,7 +10,7 @@ import torch
 from routebook.engine.llm import LLM
 from routebook.engine.outputs import CompletionOutput
 from routebook.engine.sampling_params import SamplingParams
-from routebook.errors import RequestError, WorkerError
+from routebook.errors import IntegrityError, RequestError, WorkerError
 from tests.families import SERVED
 
 FAMILY = SERVED["qwen3_moe"]
@@ -168,3 +168,25 @@ def test_neighbouring_seeds_share_no_completion() -> None:
         for choice in output.choices
     ]
     assert len(set(seen)) == 16
+
+
+@pytest.mark.parametrize("ledger", ["request", "slot"])
+def test_a_leak_is_told_when_the_engine_goes_idle(ledger: str) -> None:
+    """The outputs are not lost: the next call returns them."""
+    llm = LLM(FAMILY.build(torch.float32), device="cpu", ledger=ledger, check_when_idle=True)
+    llm.generate([PROMPT], GREEDY)
+    llm.engine.scheduler.ledger.begin("nobody's", 3)
+    request_id = llm.engine.add_request(PROMPT, GREEDY)
+    for _ in range(GREEDY.max_tokens - 1):
+        llm.engine.step()
+    with pytest.raises(IntegrityError, match="1 ledger entries, 0 requests"):
+        llm.engine.step()
+    assert [output.request_id for output in llm.engine.step()] == [request_id]
+
+
+def test_what_the_worker_holds_is_recounted_when_the_engine_goes_idle() -> None:
+    llm = LLM(FAMILY.build(torch.float32), device="cpu", check_when_idle=True)
+    runner = llm.engine.executor.worker.runner  # type: ignore[attr-defined]
+    runner.drop = lambda request_ids: None
+    with pytest.raises(IntegrityError, match="the idle worker holds 1 requests"):
+        llm.generate([PROMPT], GREEDY)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -228,6 +230,21 @@ def test_a_model_without_tokenizer_takes_token_ids_only() -> None:
     with pytest.raises(RequestError, match=r"stop=\['a'\] needs a tokenizer"):
         llm.generate([[5]], SamplingParams(stop="a"))
     assert llm.generate([[5]], SamplingParams(max_tokens=2))[0].choices[0].text == ""
+
+
+@pytest.mark.parametrize("kind", [tuple, np.array, torch.tensor, lambda ids: [np.array(ids)]])
+def test_token_ids_may_come_as_arrays(llm: LLM, kind: Callable[[list[int]], Any]) -> None:
+    params = SamplingParams(temperature=0, max_tokens=2)
+    (wanted,) = llm.generate([[5, 6, 7]], params)
+    (output,) = llm.generate(kind([5, 6, 7]), params)
+    assert output.prompt_token_ids == (5, 6, 7)
+    assert output.choices[0].token_ids == wanted.choices[0].token_ids
+
+
+@pytest.mark.parametrize("prompts", [[5.5, 6], [["5"]], [[1.0]], [None], 5, ["a", 6]])
+def test_what_is_no_token_id_is_refused(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(RequestError, match="prompt"):
+        llm.generate(prompts)
 
 
 def test_as_many_parameters_as_prompts(llm: LLM) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,9 @@ CAPACITY = 112
 """Tokens of the KV pool: room for about three of the requests at their longest."""
 
 
-def make_llm(block_size: int, budget: int, *, reference: bool, steps_in_flight: int = 1) -> LLM:
+def make_llm(
+    block_size: int, budget: int, *, reference: bool, steps_in_flight: int = 1, **options: Any
+) -> LLM:
     return LLM(
         MODEL.build(),
         dtype="float32",
@@ -30,6 +33,7 @@ def make_llm(block_size: int, budget: int, *, reference: bool, steps_in_flight: 
         max_num_batched_tokens=budget,
         max_model_len=64,
         max_steps_in_flight=steps_in_flight,
+        **options,
     )
 
 
@@ -84,6 +88,26 @@ def test_steps_in_flight_change_no_row(block_size: int, steps_in_flight: int) ->
     outputs, recorder = run(llm)
     assert sum(check(output, recorder, outputs) for output in outputs) > 200
     assert llm.engine.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("ledger", ["request", "slot"])
+@pytest.mark.parametrize("steps_in_flight", [1, 3])
+def test_the_latest_row_where_that_is_asked_for(ledger: str, steps_in_flight: int) -> None:
+    """Where a preempted request computed a position again the record has that row and says so."""
+    options = {"ledger": ledger, "recompute": "latest", "prefix_caching": False}
+    llm = make_llm(4, 24, reference=False, steps_in_flight=steps_in_flight, **options)
+    outputs, recorder = run(llm)
+    recomputed = 0
+    for output in outputs:
+        record = output.choices[0].routed_experts
+        for span in record.provenance if record is not None else ():
+            for position in range(span.start, span.stop):
+                runs = recorder.computed[f"{output.request_id}.0", position]
+                assert (span.origin is Origin.RECOMPUTED) == (len(runs) > 1)
+                row = record.ids_TLK[position - record.start]
+                np.testing.assert_array_equal(row, runs[-1][1])
+                recomputed += len(runs) > 1
+    assert recomputed > 50
 
 
 def check(output: RequestOutput, recorder: ForwardRecorder, others: list[RequestOutput]) -> int:

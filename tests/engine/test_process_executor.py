@@ -217,6 +217,7 @@ def test_the_worker_recounts_too(llm: LLM) -> None:
 
 
 def test_nobody_else_can_speak_for_the_worker_or_end_it(llm: LLM) -> None:
+    llm.engine.reset_prefix_cache()
     before = llm.generate(PROSE[:40], LONG)
     child = child_of(llm)
     # What a fork of this process does when it ends.

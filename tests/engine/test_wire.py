@@ -19,14 +19,8 @@ from routebook.engine.step import (
     SideOutputs,
     TokenLogprobs,
 )
-from routebook.engine.wire import (
-    Codec,
-    FromWorker,
-    RunStep,
-    StageWeights,
-    StepDone,
-    ToWorker,
-)
+from routebook.engine.wire import Codec, FromWorker, StageWeights, ToWorker
+from routebook.engine.wire_delta import OtherOrder, RunStep
 
 
 def output_of(ids_TLK: np.ndarray) -> ModelRunnerOutput:
@@ -41,7 +35,7 @@ def output_of(ids_TLK: np.ndarray) -> ModelRunnerOutput:
 
 
 def rows_of(message: FromWorker) -> np.ndarray:
-    assert isinstance(message, StepDone)
+    assert isinstance(message, OtherOrder)
     assert message.output.side.routed_experts is not None
     return message.output.side.routed_experts.ids_TLK
 
@@ -52,7 +46,7 @@ def test_rows_arrive_as_they_were_and_are_not_copied(rows: int, dtype: type[Any]
     ids_TLK = np.random.default_rng(0).integers(0, 255, (rows, 6, 4)).astype(dtype)
     ids_TLK[-1] = np.iinfo(dtype).max
     codec: Codec[FromWorker] = Codec(FromWorker)
-    frames = codec.encode(StepDone(output_of(ids_TLK)))
+    frames = codec.encode(OtherOrder(output_of(ids_TLK)))
     sent = np.frombuffer(frames[-1], np.uint8)
     assert np.shares_memory(sent, ids_TLK)
     message = codec.decode(frames)
@@ -60,7 +54,7 @@ def test_rows_arrive_as_they_were_and_are_not_copied(rows: int, dtype: type[Any]
     assert np.shares_memory(arrived, ids_TLK)
     assert arrived.dtype == dtype
     np.testing.assert_array_equal(arrived, ids_TLK)
-    assert isinstance(message, StepDone)
+    assert isinstance(message, OtherOrder)
     assert message.output.logprobs == output_of(ids_TLK).logprobs
     assert message.output.sampled_token_ids == {"3.0": 7}
     assert message.output.request_ids == ["3.0", "1.1"]
@@ -70,9 +64,9 @@ def test_rows_arrive_as_they_were_and_are_not_copied(rows: int, dtype: type[Any]
 def test_a_view_with_gaps_and_an_empty_array_keep_their_form() -> None:
     codec: Codec[FromWorker] = Codec(FromWorker)
     ids_TLK = np.arange(10 * 3 * 8, dtype=np.uint8).reshape(10, 3, 8)[::2, :, ::-2]
-    arrived = rows_of(codec.decode(codec.encode(StepDone(output_of(ids_TLK)))))
+    arrived = rows_of(codec.decode(codec.encode(OtherOrder(output_of(ids_TLK)))))
     np.testing.assert_array_equal(arrived, ids_TLK)
-    empty = rows_of(codec.decode(codec.encode(StepDone(output_of(ids_TLK[:0])))))
+    empty = rows_of(codec.decode(codec.encode(OtherOrder(output_of(ids_TLK[:0])))))
     assert empty.shape == (0, 3, 4)
 
 
@@ -100,7 +94,7 @@ def test_a_step_arrives_as_it_was_planned() -> None:
         capture=True,
     )
     codec: Codec[ToWorker] = Codec(ToWorker)
-    message = codec.decode(codec.encode(RunStep(step)))
+    message = codec.decode(codec.encode(RunStep(b"", step)))
     assert isinstance(message, RunStep)
     (arrived,) = message.step.new_requests
     assert list(message.step.num_scheduled_tokens) == ["0.2", "0.1"]

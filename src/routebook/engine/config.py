@@ -7,6 +7,7 @@ from typing import Any
 
 from routebook.config import check_at_least, check_at_most, check_choice, option
 from routebook.errors import ConfigError
+from routebook.ledger.recompute import check_recompute, recompute_option
 
 DTYPES = ("auto", "float32", "bfloat16", "float64")
 DEVICES = ("auto", "cpu", "cuda")
@@ -61,10 +62,16 @@ class CacheConfig:
         default="request",
         choices=LEDGERS,
     )
+    recompute: str = recompute_option()
+    check_when_idle: bool = option(
+        "recount blocks, rows and requests whenever the engine goes idle, and fail loudly if one leaks",
+        default=False,
+    )
 
     def __post_init__(self) -> None:
         check_at_least("block_size", self.block_size, 1)
         check_choice("ledger", self.ledger, LEDGERS)
+        check_recompute(self.recompute)
         if self.num_blocks is not None:
             check_at_least("num_blocks", self.num_blocks, 1)
             check_at_most("num_blocks", self.num_blocks, _MOST_BLOCKS)

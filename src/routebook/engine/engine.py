@@ -13,30 +13,23 @@ from dataclasses import replace
 from enum import Enum
 from typing import Any
 
-from routebook.engine.block_pool import BlockPool
 from routebook.engine.config import EngineConfig
 from routebook.engine.detokenizer import Detokenizer
 from routebook.engine.executor import Executor, StepResult
 from routebook.engine.executor_choice import make_executor
-from routebook.engine.kv_cache_manager import KVCacheManager
+from routebook.engine.increments import Increment
+from routebook.engine.interrupts import interrupts_held
 from routebook.engine.model_loader import load_tokenizer
 from routebook.engine.open_prompts import OpenPrompt
 from routebook.engine.outputs import RequestOutput
 from routebook.engine.request import FinishReason, Request, RequestStatus
+from routebook.engine.request_checks import check_continuation, check_request
 from routebook.engine.sampling_params import SamplingParams
-from routebook.engine.scheduler import Scheduler
+from routebook.engine.scheduler_factory import make_scheduler
 from routebook.engine.served_model import ServedModel
 from routebook.engine.step import SchedulerOutput
 from routebook.engine.weights import Weights
-from routebook.errors import (
-    IntegrityError,
-    RequestError,
-    SchemaMismatchError,
-    SpanError,
-    UncapturableError,
-    WorkerError,
-)
-from routebook.ledger import KVSlotLedger, Ledger, RequestLedger
+from routebook.errors import IntegrityError, RequestError, WorkerError
 from routebook.routes import RoutedExperts, RouteSchema
 
 
@@ -72,15 +65,16 @@ class Engine:
         except BaseException:
             self.executor.shutdown()
             raise
-        self.scheduler = self._make_scheduler()
+        self.scheduler = make_scheduler(self.config, self.served)
         self._in_flight: deque[tuple[SchedulerOutput, StepResult]] = deque()
         self._random = random.Random(config.scheduler.base_seed)
         self._open: dict[str, OpenPrompt] = {}
+        self._unread: dict[str, OpenPrompt] = {}
         self._num_requests = 0
         self._ended: list[RequestOutput] = []
         self.is_paused = False
         self._failure: WorkerError | None = None
-        self._num_planned = self._num_taken = 0
+        self._is_changing = False
 
     @property
     def schema(self) -> RouteSchema:
@@ -97,6 +91,18 @@ class Engine:
         """Whether a request waits or runs, a step is under way, or an output waits to be taken."""
         return self.scheduler.has_work or bool(self._in_flight or self._ended)
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the worker has failed or was shut down, so that only `restart` helps."""
+        return self._failure is not None
+
+    @property
+    def can_advance(self) -> bool:
+        """Whether a call of `step` would do anything: while the engine is paused, what waits stays where it is."""
+        return bool(self._in_flight or self._ended) or (
+            self.scheduler.has_work and not self.is_paused
+        )
+
     def tokenize(self, prompt: str) -> list[int]:
         """Token ids of a text, as the model's tokenizer makes them.
 
@@ -109,57 +115,24 @@ class Engine:
         return token_ids
 
     def check_request(self, token_ids: list[int], params: SamplingParams) -> None:
-        """Refuse what cannot be served, before anything is queued.
+        """Refuse what cannot be served, before anything is queued; see :func:`check_request`.
 
         Raises:
             RequestError: an empty or too long prompt, a token id outside the vocabulary, a start beyond the prompt.
         """
-        if not token_ids:
-            raise RequestError("the prompt is empty; give at least one token")
-        if len(token_ids) >= self.max_model_len:
-            raise RequestError(
-                f"the prompt has {len(token_ids)} tokens; with max_model_len={self.max_model_len} it may have"
-                f" {self.max_model_len - 1} at most"
-            )
-        vocabulary = range(self.served.vocab_size)
-        wrong = next((t for t in (*token_ids, *params.stop_token_ids) if t not in vocabulary), None)
-        if wrong is not None:
-            raise RequestError(
-                f"token id {wrong} lies outside the vocabulary of {self.served.vocab_size}"
-            )
-        if params.routed_experts_prompt_start > len(token_ids):
-            raise RequestError(
-                f"routed_experts_prompt_start={params.routed_experts_prompt_start} lies beyond the prompt of"
-                f" {len(token_ids)} tokens"
-            )
-        if params.stop and self.tokenizer is None:
-            raise RequestError(
-                f"stop={list(params.stop)} needs a tokenizer, which the model has not"
-            )
+        check_request(self.served, token_ids, params, self.tokenizer is not None)
 
     def check_continuation(
         self, token_ids: list[int], params: SamplingParams, earlier: RoutedExperts, forced: bool
     ) -> None:
-        """Refuse to continue a record that does not belong to these tokens, this model or these parameters.
+        """Refuse to continue what does not belong together; see :func:`check_continuation`.
 
         Raises:
             RecordError: the record is of another model or other tokens.
             RequestError: the parameters leave out rows that the record has.
             UncapturableError: on this model no route can be forced.
         """
-        if earlier.schema != self.schema:
-            raise SchemaMismatchError(f"the record has {earlier.schema}, the model {self.schema}")
-        if earlier.stop > len(token_ids):
-            raise SpanError(
-                f"the record ends at position {earlier.stop}, the prompt has {len(token_ids)} tokens"
-            )
-        earlier.check_tokens(token_ids)
-        if not params.routed_experts or params.routed_experts_prompt_start:
-            raise RequestError(
-                "a record is continued whole; leave routed_experts=True, routed_experts_prompt_start=0"
-            )
-        if forced and self.served.unforcible is not None:
-            raise UncapturableError(self.served.unforcible)
+        check_continuation(self.served, token_ids, params, earlier, forced)
 
     def add_request(
         self,
@@ -169,6 +142,8 @@ class Engine:
         *,
         earlier: RoutedExperts | None = None,
         forced: bool = False,
+        streamed: bool = False,
+        cache_salt: str = "",
     ) -> str:
         """Queue a prompt; returns the id under which its output will come.
 
@@ -180,6 +155,8 @@ class Engine:
                 of later positions follow.
             forced: route the tokens that `earlier` has rows for along these rows again, so that keys and values agree
                 with the record. Their blocks are not shared with other requests.
+            cache_salt: share its prefix only with prompts of the same salt.
+            streamed: hand it out with :meth:`take_increments` instead of returning its output from `step`.
 
         Raises:
             RequestError: see :meth:`check_request`; nothing was queued.
@@ -193,16 +170,20 @@ class Engine:
         elif forced:
             raise RequestError("forced=True needs a record to force")
         base_seed = self._random.getrandbits(62) if params.seed is None else params.seed
-        opened = OpenPrompt(str(self._num_requests), prompt, tuple(token_ids), params, base_seed)
-        tokenizer = self.tokenizer
-        opened.detokenizers = [
-            Detokenizer(tokenizer, params.stop) if tokenizer is not None else None
-            for _ in range(params.n)
-        ]
-        self._num_requests += 1
-        self._open[opened.request_id] = opened
-        for index in range(params.n):
-            self._add_child(opened, index, earlier, forced)
+        opened = OpenPrompt(
+            request_id=str(self._num_requests),
+            prompt=prompt,
+            prompt_token_ids=tuple(token_ids),
+            params=params,
+            seed=base_seed,
+            detokenizers=self._make_detokenizers(params, streamed),
+            streamed=streamed,
+        )
+        with interrupts_held():
+            self._num_requests += 1
+            self._open[opened.request_id] = opened
+            for index in range(params.n):
+                self._add_child(opened, index, earlier, forced, cache_salt)
         return opened.request_id
 
     def step(self) -> list[RequestOutput]:
@@ -225,19 +206,35 @@ class Engine:
         ended, self._ended = self._ended, []
         return ended
 
+    def take_increments(self, request_id: str) -> list[Increment]:
+        """What became known of a streamed prompt since the last call; nothing, once its end was taken.
+
+        The increments of a completion end with one that has a finish reason, whatever ended it.
+        """
+        opened = self._open.get(request_id) or self._unread.get(request_id)
+        if opened is None:
+            return []
+        increments = opened.take_increments(self.scheduler.requests, self.scheduler.ledger)
+        if opened.has_ended:
+            self._unread.pop(request_id, None)
+        return increments
+
+    @interrupts_held()
     def abort(self, request_id: str) -> RequestOutput | None:
         """End all open completions of a prompt; what they have so far comes back, rows included.
 
-        Returns None when no such prompt is open.
+        Returns None when no such prompt is open, or it is streamed: then :meth:`take_increments` has its end.
         """
         output = self._end_prompt(request_id, FinishReason.ABORT)
         self._drop_when_idle()
         return output
 
+    @interrupts_held()
     def forget(self, request_ids: Collection[str]) -> None:
         """Nobody waits for these prompts any more: abort what is open of them, and drop what has ended."""
         for request_id in request_ids:
             self._end_prompt(request_id, FinishReason.ABORT)
+            self._unread.pop(request_id, None)
         self._ended = [output for output in self._ended if output.request_id not in request_ids]
         self._drop_when_idle()
 
@@ -261,8 +258,7 @@ class Engine:
         if mode is PauseMode.ABORT:
             for request_id in list(self._open):
                 output = self.abort(request_id)
-                assert output is not None, "an open prompt was not there to be aborted"
-                self._ended.append(output)
+                self._ended += [] if output is None else [output]
         self.is_paused = True
 
     def resume(self) -> None:
@@ -293,12 +289,13 @@ class Engine:
             with self._failing_whole():
                 self.executor.stage_weights(source)
                 self.pause(mode)
-                fingerprint = self.executor.commit_weights()
+                self._is_changing = True
+                self.served = replace(self.served, fingerprint=self.executor.commit_weights())
+                self.reset_prefix_cache()
+                self.scheduler.weight_version += 1
+                self._is_changing = False
         finally:
             self.is_paused = was_paused
-        self.served = replace(self.served, fingerprint=fingerprint)
-        self.reset_prefix_cache()
-        self.scheduler.weight_version += 1
         return self.scheduler.weight_version
 
     def check_integrity(self) -> None:
@@ -311,7 +308,8 @@ class Engine:
         children = {child for opened in self._open.values() for child in opened.open_children()}
         if children != set(self.scheduler.requests):
             raise IntegrityError("completions and scheduled requests differ")
-        if not self.has_work and self._failure is None:
+        is_idle = not self.scheduler.has_work and not self._in_flight
+        if is_idle and self._failure is None:
             with self._failing_whole():
                 self.executor.check_idle()
 
@@ -334,7 +332,7 @@ class Engine:
         served = self.executor.start()
         version = self.scheduler.weight_version + (served.fingerprint != self.served.fingerprint)
         self.served = served
-        self.scheduler = self._make_scheduler()
+        self.scheduler = make_scheduler(self.config, self.served)
         self.scheduler.weight_version = version
         self._failure = None
         self.is_paused = False
@@ -359,7 +357,7 @@ class Engine:
     def _failing_whole(self) -> Iterator[None]:
         """Let a failure of the worker inside end all open requests before it is raised.
 
-        An interrupt from the keyboard in the middle of a step is one too: blocks were named that nobody computed.
+        An interrupt from the keyboard while the worker changes something is one too: how far did it come?
         """
         try:
             yield
@@ -367,7 +365,7 @@ class Engine:
             self._fail(error)
             raise
         except KeyboardInterrupt:
-            if len(self._in_flight) < self._num_planned - self._num_taken:
+            if self._is_changing:
                 self._fail(WorkerError("a step was interrupted; restart() goes on"))
             raise
 
@@ -378,7 +376,7 @@ class Engine:
         self._failure = error
         self.executor.shutdown()
         self._in_flight.clear()
-        self._num_planned = self._num_taken = 0
+        self._is_changing = False
         error.request_ids = tuple(self._open)
         for request_id in error.request_ids:
             output = self._end_prompt(request_id, FinishReason.ERROR, str(error))
@@ -387,11 +385,13 @@ class Engine:
 
     def _plan_ahead(self) -> None:
         while len(self._in_flight) < self.config.scheduler.max_steps_in_flight:
-            plan = self.scheduler.schedule()
+            with interrupts_held():
+                plan = self.scheduler.schedule()
+                self._is_changing = plan is not None
             if plan is None:
                 break
-            self._num_planned += 1
             self._in_flight.append((plan, self.executor.submit(plan)))
+            self._is_changing = False
         assert self._in_flight, "work waits, but nothing could be planned"
 
     def _take_results(self) -> None:
@@ -399,39 +399,38 @@ class Engine:
         plan, future = self._in_flight[0]
         # An interrupt from the keyboard while this waits leaves the step where it is.
         output = future.result()
-        self._in_flight.popleft()
-        self._num_taken += 1
-        for request in self.scheduler.update_from_output(plan, output):
-            self._detokenize(request)
-            if request.status is RequestStatus.FINISHED:
-                ended = self._close(request)
-                self._ended += [] if ended is None else [ended]
-        self._drop_when_idle()
+        with interrupts_held():
+            self._in_flight.popleft()
+            for request in self.scheduler.update_from_output(plan, output):
+                self._detokenize(request)
+                if request.status is RequestStatus.FINISHED:
+                    ended = self._close(request)
+                    self._ended += [] if ended is None else [ended]
+            self._drop_when_idle()
 
     def _drop_when_idle(self) -> None:
         """Finished requests are told to the worker with the next step, unless there is none."""
         if not self.scheduler.has_work and not self._in_flight and self._failure is None:
             self.executor.drop(self.scheduler.take_dropped())
+            if self.config.cache.check_when_idle:
+                self.check_integrity()
 
-    def _make_scheduler(self) -> Scheduler:
-        cache = self.config.cache
-        ledger: Ledger = RequestLedger(self.schema, cache.block_size)
-        if cache.ledger == "slot":
-            ledger = KVSlotLedger(self.schema, cache.block_size, self.served.num_blocks)
-        # The state of a recurrent layer is not in the KV blocks, so such a prefix cannot be shared.
-        caching = cache.prefix_caching and not self.served.is_recurrent
-        manager = KVCacheManager(
-            BlockPool(self.served.num_blocks), cache.block_size, ledger, caching
-        )
-        return Scheduler(
-            self.config.scheduler,
-            manager,
-            ledger,
-            eos_token_ids=self.served.eos_token_ids,
-        )
+    def _make_detokenizers(
+        self, params: SamplingParams, streamed: bool
+    ) -> list[Detokenizer | None]:
+        tokenizer = self.tokenizer
+        return [
+            None if tokenizer is None else Detokenizer(tokenizer, params, streamed=streamed)
+            for _ in range(params.n)
+        ]
 
     def _add_child(
-        self, opened: OpenPrompt, index: int, earlier: RoutedExperts | None, forced: bool
+        self,
+        opened: OpenPrompt,
+        index: int,
+        earlier: RoutedExperts | None,
+        forced: bool,
+        cache_salt: str,
     ) -> None:
         num_prompt_tokens = len(opened.prompt_token_ids)
         self.scheduler.add(
@@ -446,6 +445,7 @@ class Engine:
                 ),
                 earlier=earlier,
                 forced=forced,
+                cache_salt=cache_salt.encode(),
             )
         )
 
@@ -458,7 +458,11 @@ class Engine:
         """Follow the text, and end the completion where a stop text appears."""
         opened, index = self._opened(request)
         detokenizer = opened.detokenizers[index]
-        stop_text = detokenizer.add(request.token_ids[-1]) if detokenizer is not None else None
+        # An end-of-sequence token may be none of the text's.
+        belongs = len(request.text_token_ids) == len(request.output_token_ids)
+        if detokenizer is None or not belongs:
+            return
+        stop_text = detokenizer.add(request.token_ids[-1])
         if stop_text is None:
             return
         if request.status is RequestStatus.FINISHED:
@@ -483,6 +487,8 @@ class Engine:
         opened, _ = self._opened(request)
         output = opened.close(request, self.scheduler.ledger)
         self.scheduler.release(request)
-        if output is not None:
+        if opened.has_ended:
             del self._open[opened.request_id]
+            if opened.streamed:
+                self._unread[opened.request_id] = opened
         return output

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +16,7 @@ from routebook.engine.config import EngineConfig
 from routebook.engine.served_model import ServedModel
 from routebook.engine.step import ModelRunnerOutput, SchedulerOutput
 from routebook.engine.weights import Weights
-from routebook.engine.worker import Worker
+from routebook.engine.worker import LaunchedStep, Worker
 
 
 class StepResult(Protocol):
@@ -75,7 +76,10 @@ class Executor(ABC):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Wait for what runs, drop what is queued, and stop. A second call does nothing."""
+        """Wait for what runs, drop what is queued, and stop. A model given from memory is its owner's again.
+
+        A second call does nothing.
+        """
 
 
 class LocalExecutor(Executor):
@@ -98,12 +102,18 @@ class LocalExecutor(Executor):
         return self._worker
 
     def start(self) -> ServedModel:
-        """Load the model; the second time the worker only forgets all requests, and keeps its weights."""
+        """Load the model, or take the one that was loaded before, with its present weights."""
         if self._worker is None:
             self._worker = Worker(self._model, self._config)
         else:
-            self._worker.reset()
+            self._worker.close()
+            self._worker.reopen()
         return self._worker.describe()
+
+    def shutdown(self) -> None:
+        """Give the model back, see :meth:`Worker.close`; a named one stays loaded for the next `start`."""
+        if self._worker is not None:
+            self._worker.close()
 
     def drop(self, request_ids: list[str]) -> None:
         """See :meth:`Executor.drop`."""
@@ -126,13 +136,19 @@ class InlineExecutor(LocalExecutor):
     """Runs each step at once, in the caller's thread."""
 
     def submit(self, step: SchedulerOutput) -> StepResult:
-        """Run the step; the result is there, or the step's error is raised here."""
-        future: Future[ModelRunnerOutput] = Future()
-        future.set_result(self.worker.execute(step))
-        return future
+        """Run the step, on CUDA queue it; the error of a step that fails at once is raised here."""
+        return self.worker.launch(step)
 
-    def shutdown(self) -> None:
-        """Nothing runs between calls."""
+
+@dataclass(frozen=True, slots=True)
+class _LaunchedLater:
+    """A step that the worker's thread will launch."""
+
+    launched: Future[LaunchedStep]
+
+    def result(self) -> ModelRunnerOutput:
+        """See :meth:`StepResult.result`."""
+        return self.launched.result().result()
 
 
 class ThreadExecutor(LocalExecutor):
@@ -152,8 +168,9 @@ class ThreadExecutor(LocalExecutor):
 
     def submit(self, step: SchedulerOutput) -> StepResult:
         """Queue the step; its error is raised by the result."""
-        return self._pool.submit(lambda: self.worker.execute(step))
+        return _LaunchedLater(self._pool.submit(lambda: self.worker.launch(step)))
 
     def shutdown(self) -> None:
-        """Stop the thread once the step that runs has ended."""
+        """Stop the thread once the step that runs has ended, and give the model back."""
         self._pool.shutdown(cancel_futures=True)
+        super().shutdown()

@@ -128,7 +128,7 @@ class KVCacheManager:
         return self._prefix_caching and not request.forced
 
     def _extend_hashes(self, request: Request, num_tokens: int) -> None:
-        root = request.hash_generation.to_bytes(8, "little")
+        root = request.hash_generation.to_bytes(8, "little") + request.cache_salt
         tokens = request.token_ids[:num_tokens]
         extend_block_hashes(request.block_hashes, tokens, self.block_size, root)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -80,18 +81,20 @@ class LLM:
         for token_ids, wanted, record in zip(requests, params_list, record_list, strict=True):
             if record is not None:
                 self.engine.check_continuation(token_ids, wanted, record, forced)
-        ids = [
-            self.engine.add_request(
-                token_ids,
-                wanted,
-                prompt if isinstance(prompt, str) else None,
-                earlier=record,
-                forced=forced and record is not None,
-            )
+        ids: list[str] = []
+        try:
             for token_ids, wanted, prompt, record in zip(
                 requests, params_list, prompt_list, record_list, strict=True
-            )
-        ]
+            ):
+                text = prompt if isinstance(prompt, str) else None
+                takes = forced and record is not None
+                ids.append(
+                    self.engine.add_request(token_ids, wanted, text, earlier=record, forced=takes)
+                )
+        except BaseException:
+            # An interrupt, say: nobody will wait for those that are queued already.
+            self.engine.forget(ids)
+            raise
         outputs = self._run(ids, progress)
         return [outputs[request_id] for request_id in ids]
 
@@ -142,7 +145,7 @@ class LLM:
 
     def _tokenize(self, index: int, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
-            return [int(token_id) for token_id in prompt]
+            return _integers(index, prompt)
         try:
             return self.engine.tokenize(prompt)
         except RequestError as error:
@@ -158,9 +161,27 @@ class LLM:
 def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    if prompts and all(isinstance(item, int) for item in prompts):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    if not isinstance(prompts, Iterable):
+        raise RequestError(f"{prompts!r} is no prompt; give a text, token ids, or a list of those")
+    items: list[Any] = _plain_list(prompts)
+    is_one = bool(items) and not any(isinstance(item, str | Iterable) for item in items)
+    return [items] if is_one else items
+
+
+def _integers(index: int, prompt: Iterable[Any]) -> list[int]:
+    """Token ids as Python integers; a number with a fraction or a digit in quotes is no token id."""
+    try:
+        return [operator.index(token_id) for token_id in _plain_list(prompt)]
+    except TypeError as error:
+        raise RequestError(
+            f"prompt {index} is neither a text nor a sequence of token ids: {error}"
+        ) from error
+
+
+def _plain_list(values: Iterable[Any]) -> list[Any]:
+    """A list of plain values, also of an array or a tensor."""
+    tolist: Any = getattr(values, "tolist", None)
+    return list(values) if tolist is None else list(tolist())
 
 
 def _params_list(

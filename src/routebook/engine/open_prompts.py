@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from routebook.engine.detokenizer import Detokenizer
+from routebook.engine.increments import CompletionStream, Increment, SharedPrompt
 from routebook.engine.outputs import CompletionOutput, RequestOutput
 from routebook.engine.record_builder import build_record
 from routebook.engine.request import Request
@@ -25,8 +26,27 @@ class OpenPrompt:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     seed: int
-    detokenizers: list[Detokenizer | None] = field(default_factory=list)
-    choices: dict[int, CompletionOutput] = field(default_factory=dict)
+    detokenizers: list[Detokenizer | None]
+    streamed: bool = False
+    """Whether its completions are handed out in increments, instead of as an output at the end."""
+    choices: dict[int, CompletionOutput | None] = field(default_factory=dict)
+    """Completions that have ended; of a streamed prompt they are None."""
+    increments: list[Increment] = field(default_factory=list)
+    """The last increments of ended completions, to be taken."""
+    _streams: list[CompletionStream] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.streamed:
+            shared = SharedPrompt()
+            self._streams = [
+                CompletionStream(index, detokenizer, shared)
+                for index, detokenizer in enumerate(self.detokenizers)
+            ]
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all completions have ended."""
+        return len(self.choices) == self.params.n
 
     def child_id(self, index: int) -> str:
         """Id of one completion's request."""
@@ -44,24 +64,49 @@ class OpenPrompt:
         return (self.child_id(i) for i in range(self.params.n) if i not in self.choices)
 
     def close(self, request: Request, ledger: Ledger) -> RequestOutput | None:
-        """Take over a finished request; returns the prompt's output when it was the last one."""
+        """Take over a finished request; returns the prompt's output when it was the last one, and not streamed."""
         assert request.finish_reason is not None
         index = int(request.request_id.rpartition(".")[2])
-        detokenizer, token_ids = self.detokenizers[index], tuple(request.output_token_ids)
-        self.choices[index] = CompletionOutput(
+        if self.streamed:
+            last = self._streams[index].take(ledger, request)
+            assert last is not None, "a completion ended twice"
+            self.increments.append(last)
+            self.choices[index] = None
+            return None
+        self.choices[index] = self._completion(index, request, ledger)
+        return self._output() if self.has_ended else None
+
+    def take_increments(self, requests: dict[str, Request], ledger: Ledger) -> list[Increment]:
+        """The news of all completions since the last call, lowest index first."""
+        news, self.increments = self.increments, []
+        # Of open completions the first one comes first: others may leave out what it has handed out.
+        open_children = (
+            (i, self.child_id(i)) for i in range(self.params.n) if i not in self.choices
+        )
+        found = (self._streams[i].take(ledger, requests[child_id]) for i, child_id in open_children)
+        return sorted(
+            [*news, *(increment for increment in found if increment is not None)],
+            key=lambda increment: increment.index,
+        )
+
+    def _completion(self, index: int, request: Request, ledger: Ledger) -> CompletionOutput:
+        assert request.finish_reason is not None
+        detokenizer = self.detokenizers[index]
+        return CompletionOutput(
             index=index,
-            text=detokenizer.text(token_ids) if detokenizer else "",
-            token_ids=token_ids,
+            text=detokenizer.text(request.text_token_ids) if detokenizer else "",
+            token_ids=tuple(request.output_token_ids),
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
             logprobs=tuple(request.logprobs) if request.params.logprobs is not None else None,
             routed_experts=build_record(ledger, request),
         )
-        if len(self.choices) < self.params.n:
-            return None
+
+    def _output(self) -> RequestOutput:
+        choices = [self.choices[index] for index in range(self.params.n)]
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
-            choices=tuple(self.choices[i] for i in range(self.params.n)),
+            choices=tuple(choice for choice in choices if choice is not None),
         )

@@ -15,7 +15,7 @@ class CompletionOutput:
 
     index: int
     text: str
-    """Without the stop text or the end-of-sequence token; empty when the model has no tokenizer."""
+    """Without the stop text or the end-of-sequence token, unless asked for; empty when the model has no tokenizer."""
     token_ids: tuple[int, ...]
     """All generated tokens, those of a stop text and the end-of-sequence token included."""
     finish_reason: FinishReason

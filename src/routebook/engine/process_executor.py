@@ -25,6 +25,7 @@ from transformers.utils import logging
 from routebook import errors
 from routebook.engine.config import EngineConfig
 from routebook.engine.executor import Executor
+from routebook.engine.interrupts import interrupts_held
 from routebook.engine.model_loader import resolve_model
 from routebook.engine.served_model import ServedModel
 from routebook.engine.step import ModelRunnerOutput, SchedulerOutput
@@ -39,19 +40,19 @@ from routebook.engine.wire import (
     Failed,
     FromWorker,
     Hello,
-    RunStep,
     StageWeights,
     Start,
     Started,
-    StepDone,
     Stop,
     ToWorker,
 )
+from routebook.engine.wire_delta import OtherOrder, PlanWriter, StepDone, read_output
 from routebook.errors import ConfigError, RoutebookError, WorkerDiedError, WorkerError
 
 NAME_VARIABLE = "ROUTEBOOK_WORKER_NAME"
 """Environment variable with the worker's secret name, in hexadecimal digits."""
 
+_PROGRAM = "routebook.engine.worker_process"
 _POLL_MS = 100
 """How often the process is looked at while an answer is waited for."""
 _STOP_S = 5.0
@@ -93,8 +94,9 @@ class ProcessExecutor(Executor):
     def start(self) -> ServedModel:
         """Start a process and load the model in it. A process that is there is stopped before."""
         self.shutdown()
-        self._child = _Child(self._folder)
         try:
+            with interrupts_held():
+                self._child = _Child(self._folder)
             self._child.expect(Hello).result()
             start = Start(
                 self._model,
@@ -105,13 +107,14 @@ class ProcessExecutor(Executor):
             return self._child.ask(start, Started).result().served
         except BaseException:
             # It may be loading for minutes, and would hear of nothing meanwhile.
-            self._child.kill()
+            if self._child is not None:
+                self._child.kill()
             self._child = None
             raise
 
     def submit(self, step: SchedulerOutput) -> _StepAnswer:
         """Send the step; its error is raised by the result."""
-        return _StepAnswer(self._running().ask(RunStep(step), StepDone))
+        return self._running().run(step)
 
     def drop(self, request_ids: list[str]) -> None:
         """Tell the worker; nothing is waited for."""
@@ -160,6 +163,7 @@ class _Child:
         port = self._socket.bind_to_random_port("tcp://127.0.0.1")
         self._encoding: Codec[ToWorker] = Codec(ToWorker)
         self._decoding: Codec[FromWorker] = Codec(FromWorker)
+        self._plans = PlanWriter()
         self._open: deque[_Answer[Any]] = deque()
         self.process = _spawn(f"tcp://127.0.0.1:{port}", self._name, folder)
         self._end = weakref.finalize(self, _end, os.getpid(), self.process, self._context)
@@ -174,9 +178,15 @@ class _Child:
         self.tell(message)
         return self.expect(kind)
 
-    def expect(self, kind: type[R]) -> _Answer[R]:
-        """An answer that comes after all those expected before."""
-        answer = _Answer(self, kind)
+    def run(self, step: SchedulerOutput) -> _StepAnswer:
+        """Send a step."""
+        self.tell(self._plans.write(step))
+        answer: _Answer[StepDone | OtherOrder] = self.expect(StepDone, OtherOrder)
+        return _StepAnswer(answer, self._plans.number, step)
+
+    def expect(self, *kinds: type[R]) -> _Answer[R]:
+        """An answer of one of these kinds, which comes after all those expected before."""
+        answer = _Answer(self, kinds)
         self._open.append(answer)
         return answer
 
@@ -212,10 +222,10 @@ class _Child:
 class _Answer(Generic[R]):
     """An answer of the worker, once it is there."""
 
-    def __init__(self, child: _Child, kind: type[R]) -> None:
+    def __init__(self, child: _Child, kinds: tuple[type[R], ...]) -> None:
         self.message: FromWorker | None = None
         self._child = child
-        self._kind = kind
+        self._kinds = kinds
 
     def result(self) -> R:
         """Wait for the answer.
@@ -228,30 +238,35 @@ class _Answer(Generic[R]):
             self._child.receive()
         if isinstance(self.message, Failed):
             raise _error(self.message)
-        assert isinstance(self.message, self._kind), f"{self.message} is no answer here"
+        assert isinstance(self.message, self._kinds), f"{self.message} is no answer here"
         return self.message
 
 
 class _StepAnswer:
     """Results of a step, once they are there."""
 
-    def __init__(self, answer: _Answer[StepDone]) -> None:
+    def __init__(
+        self, answer: _Answer[StepDone | OtherOrder], number: int, step: SchedulerOutput
+    ) -> None:
         self._answer = answer
+        self._number = number
+        self._step = step
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the step; see :meth:`StepResult.result`."""
-        return self._answer.result().output
+        return read_output(self._number, self._step, self._answer.result())
 
 
 def _spawn(address: str, name: bytes, folder: Path) -> subprocess.Popen[bytes]:
     """Start the worker as a program, so that no code of the caller's script runs in it."""
     variables = {NAME_VARIABLE: name.hex(), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    module = "routebook.engine.worker_process"
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", module, address, str(os.getpid())],
+        [sys.executable, "-P", "-m", _PROGRAM, address, str(os.getpid())],
         env=os.environ | variables,
         cwd=folder,
         stdin=subprocess.DEVNULL,
+        # An interrupt from the keyboard goes to all processes of a session, also to one that still starts.
+        start_new_session=True,
     )
 
 

@@ -46,6 +46,9 @@ class Request:
     forced: bool = False
     """Whether the tokens that `earlier` has rows for are routed along them again."""
 
+    cache_salt: bytes = b""
+    """Its prefix is shared only with requests of the same salt."""
+
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
     """Tokens whose keys and values lie in the request's blocks, those of a step under way included."""
@@ -90,6 +93,14 @@ class Request:
     def output_token_ids(self) -> list[int]:
         """Generated tokens."""
         return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def text_token_ids(self) -> list[int]:
+        """Generated tokens that its text is made of: without an end-of-sequence token, unless that was asked for."""
+        is_ended_by_eos = self.finish_reason is FinishReason.STOP and self.stop_reason is None
+        if is_ended_by_eos and not self.params.include_stop_text:
+            return self.output_token_ids[:-1]
+        return self.output_token_ids
 
     @property
     def num_rows(self) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_type_hints
+from functools import cache
+from typing import Any, get_type_hints
 
 import msgspec
 
@@ -36,6 +37,10 @@ class SamplingParams:
     )
     stop: tuple[str, ...] = option("texts that end the completion; they are cut off", default=())
     stop_token_ids: tuple[int, ...] = option("token ids that end the completion", default=())
+    include_stop_text: bool = option(
+        "keep the stop text, or the end-of-sequence token, at the end of the text", default=False
+    )
+    skip_special_tokens: bool = option("leave special tokens out of the text", default=True)
     ignore_eos: bool = option("go on past the end-of-sequence token", default=False)
     logprobs: int | None = option(
         "log-probabilities: 0 of the sampled tokens, N also of the N likeliest; unset gives none",
@@ -54,7 +59,7 @@ class SamplingParams:
         self._check_shares()
 
     def _check_types(self) -> None:
-        for name, hint in get_type_hints(type(self)).items():
+        for name, hint in _type_hints().items():
             try:
                 msgspec.convert(getattr(self, name), type=hint)
             except msgspec.ValidationError as error:
@@ -86,3 +91,9 @@ class SamplingParams:
             raise RequestError(f"top_p={self.top_p} must lie in (0, 1]")
         if not 0.0 <= self.min_p <= 1.0:
             raise RequestError(f"min_p={self.min_p} must lie in [0, 1]")
+
+
+@cache
+def _type_hints() -> dict[str, Any]:
+    """Types of the fields; finding them out takes longer than all checks of a request."""
+    return get_type_hints(SamplingParams)

@@ -2,6 +2,8 @@
 
 A message is a tagged msgpack struct, and every array or tensor in it is a frame of its own: sent from the memory where
 it lies, and read from the memory where it arrived. In the struct stands only which frame it is, its dtype and shape.
+Steps have a form of their own, see :mod:`routebook.engine.wire_delta`.
+
 Nothing that a message holds is ever run or imported by name.
 """
 
@@ -16,7 +18,7 @@ import torch
 
 from routebook.engine.config import EngineConfig
 from routebook.engine.served_model import ServedModel
-from routebook.engine.step import ModelRunnerOutput, SchedulerOutput
+from routebook.engine.wire_delta import ContinueStep, OtherOrder, RunStep, StepDone
 
 Frame = bytes | memoryview
 
@@ -29,12 +31,6 @@ class Start(msgspec.Struct, frozen=True, tag=True, array_like=True):
     num_threads: int
     """Threads of torch, as in the engine's process: another number would change the order of sums."""
     progress_bars: bool
-
-
-class RunStep(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Run a step; answered with `StepDone`."""
-
-    step: SchedulerOutput
 
 
 class Drop(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -71,12 +67,6 @@ class Started(msgspec.Struct, frozen=True, tag=True, array_like=True):
     served: ServedModel
 
 
-class StepDone(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Results of a step."""
-
-    output: ModelRunnerOutput
-
-
 class Committed(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The new weights are in use."""
 
@@ -97,8 +87,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The worker's traceback."""
 
 
-ToWorker = Start | RunStep | Drop | CheckIdle | StageWeights | CommitWeights | Stop
-FromWorker = Hello | Started | StepDone | Committed | Done | Failed
+ToWorker = Start | RunStep | ContinueStep | Drop | CheckIdle | StageWeights | CommitWeights | Stop
+FromWorker = Hello | Started | StepDone | OtherOrder | Committed | Done | Failed
 
 M = TypeVar("M")
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from routebook.engine.config import EngineConfig
+from routebook.engine.implementations import Implementations
 from routebook.engine.model_loader import LoadedModel, load_model, model_fingerprint
 from routebook.engine.model_runner import ModelRunner
+from routebook.engine.running_step import RunningStep
 from routebook.engine.served_model import ServedModel
 from routebook.engine.step import ModelRunnerOutput, SchedulerOutput
 from routebook.engine.weights import Weights, check_weights, copy_weights, read_weights
@@ -18,6 +20,9 @@ from routebook.errors import ConfigError, UncapturableError, WorkerError
 
 class Worker:
     """Loads the model, runs steps on it, and replaces its weights.
+
+    A model that was given from memory is the caller's: `close` gives it back as it was found, and so does a failed
+    start. What stays is that it is moved, cast and in evaluation mode.
 
     Args:
         model: a folder, a hub id, a bundled name, or a transformers model.
@@ -29,14 +34,18 @@ class Worker:
     """
 
     def __init__(self, model: str | Any, config: EngineConfig) -> None:
-        self.loaded: LoadedModel = load_model(model, config.model)
-        self.runner = ModelRunner(
-            self.loaded,
-            reference=config.model.reference,
-            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-        )
-        self._max_model_len, self._num_blocks = self._allocate(config)
+        self._config = config
+        self.loaded: LoadedModel
+        self._found: Implementations | None
+        self._runner: ModelRunner | None = None
         self._staged: Weights | None = None
+        self._open(model)
+
+    @property
+    def runner(self) -> ModelRunner:
+        """What runs the steps; there is none once the worker is closed."""
+        assert self._runner is not None, "the worker is closed"
+        return self._runner
 
     def describe(self) -> ServedModel:
         """What the engine has to know about the model, with the fingerprint of its present weights."""
@@ -53,14 +62,14 @@ class Worker:
             num_blocks=self._num_blocks,
         )
 
-    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step.
+    def launch(self, step: SchedulerOutput) -> LaunchedStep:
+        """Run one step; on CUDA queue it, so that the next one can be queued before its result is taken.
 
         Raises:
-            WorkerError: it failed, and nobody knows what of it was done; `reset` before anything else is run.
+            WorkerError: it failed, and nobody knows what of it was done; `close` before anything else is run.
         """
         with _failing_as("a step"):
-            return self.runner.execute(step)
+            return LaunchedStep(self.runner.launch(step))
 
     def drop(self, request_ids: list[str]) -> None:
         """Forget requests."""
@@ -94,17 +103,47 @@ class Worker:
         with _failing_as("the copy of new weights"):
             copy_weights(self.loaded.model, self._staged)
         self._staged = None
-        self._note_fingerprint()
+        self.loaded = replace(self.loaded, fingerprint=model_fingerprint(self.loaded.model))
         return self.loaded.fingerprint
 
-    def reset(self) -> None:
-        """Forget all requests, also those that a failed step left half known. The weights stay as they are."""
-        self.runner.reset()
-        self._staged = None
-        self._note_fingerprint()
+    def close(self) -> None:
+        """Forget all requests, free the KV pool and give the model back. A second call does nothing."""
+        runner, self._runner, self._staged = self._runner, None, None
+        found, self._found = self._found, None
+        try:
+            if runner is not None:
+                if runner.mixers is not None:
+                    runner.mixers.unbind()
+                runner.capturer.unbind()
+        finally:
+            if found is not None:
+                found.restore()
 
-    def _note_fingerprint(self) -> None:
-        self.loaded = replace(self.loaded, fingerprint=model_fingerprint(self.loaded.model))
+    def reopen(self) -> None:
+        """Take the closed model again. Its weights are as they are now, whoever changed them.
+
+        Raises:
+            ModelError, ConfigError: as at the start.
+        """
+        assert self._runner is None, "the worker is open"
+        name = self.loaded.name
+        self._open(self.loaded.model)
+        self.loaded = replace(self.loaded, name=name)
+
+    def _open(self, model: str | Any) -> None:
+        """Load, bind and allocate; after a failure the model is as it was found."""
+        self._found = None if isinstance(model, str) else Implementations.of(model)
+        try:
+            self.loaded = load_model(model, self._config.model)
+            self._runner = ModelRunner(
+                self.loaded,
+                reference=self._config.model.reference,
+                max_num_batched_tokens=self._config.scheduler.max_num_batched_tokens,
+            )
+            self._max_model_len, self._num_blocks = self._allocate(self._config)
+        except BaseException:
+            self.close()
+            raise
 
     def _unforcible(self) -> str | None:
         try:
@@ -131,6 +170,28 @@ class Worker:
             )
         self.runner.allocate(num_blocks, cache.block_size, scheduler.max_num_seqs, max_model_len)
         return max_model_len, num_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step that runs, or has run."""
+
+    running: RunningStep
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `result` need not wait."""
+        event = self.running.event
+        return event is None or bool(event.query())  # type: ignore[no-untyped-call]
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for what came of it.
+
+        Raises:
+            WorkerError: it failed.
+        """
+        with _failing_as("a step"):
+            return self.running.result()
 
 
 @contextmanager
