@@ -6,7 +6,7 @@ READY := .venv/.ready
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 
-.PHONY: demo test lint unit soak format models benchmark clean
+.PHONY: megatron demo test lint unit soak format models benchmark clean
 
 demo: $(READY)
 	$(BIN)/routebook demo --out runs/demo.routes
@@ -32,9 +32,21 @@ format: $(READY)
 models: $(READY)
 	$(BIN)/python -m tests.model_table docs/models.md
 
+# Minutes each, but for the last, which takes ten; on a busy machine only the ratios of CPU time mean something.
 benchmark: $(READY)
 	$(BIN)/python -m benchmarks.engine_speed
 	$(BIN)/python -m benchmarks.ledger_speed
+	$(BIN)/python -m benchmarks.executor_speed
+	$(BIN)/python -m benchmarks.format_speed
+	$(BIN)/python -m benchmarks.ingest_speed
+	$(BIN)/python -m benchmarks.server_speed
+	$(BIN)/python -m benchmarks.server_load --minutes 10
+
+# The bridge to megatron-core and the chain of verl, each in an environment of its own under build/peers.
+megatron: $(READY)
+	tests/replay/megatron/run.sh megatron-0.16.1
+	tests/replay/megatron/run.sh megatron-0.19.2
+	tests/replay/megatron/run.sh verifiers
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -268,15 +268,18 @@ class EngineThread(threading.Thread):
 
     def _end(self, engine: Engine) -> None:
         """Answer all that still wait, with what the engine's end leaves them."""
-        engine.shutdown()
-        self._advance(engine)
-        while self._when_idle:
+        try:
+            engine.shutdown()
             self._advance(engine)
-        for opened in self._open.values():
-            for answer in filter(None, (opened.whole, opened.news)):
-                self._answer(answer, WorkerError("the engine has ended"))
-        self._flush()
-        self._pool.shutdown()
+            while self._when_idle:
+                self._advance(engine)
+        finally:
+            # Also if a fault of our own ended the thread, and meets it here again.
+            for opened in self._open.values():
+                for answer in filter(None, (opened.whole, opened.news)):
+                    self._answer(answer, WorkerError("the engine has ended"))
+            self._flush()
+            self._pool.shutdown()
 
 
 def _convert(batch: Batch) -> Batch:

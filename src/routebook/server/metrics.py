@@ -83,6 +83,9 @@ class Metrics:
         self._gauge("routebook_weight_version", "version of the weights").set_function(
             lambda: client.engine.scheduler.weight_version
         )
+        self._gauge("routebook_completions_held", "completions the engine holds").set_function(
+            lambda: len(client.engine.scheduler.requests)
+        )
         info = Gauge(
             "routebook_model_info", "the model that is served", ("model",), registry=self.registry
         )

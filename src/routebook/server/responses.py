@@ -83,18 +83,20 @@ class EventStream(Response):
         await _send_end(send)
 
 
-def _cut(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """Small pieces together, large ones cut, so that no single write takes long."""
+def _cut(pieces: Iterable[bytes]) -> Iterator[bytes | memoryview]:
+    """Small pieces together, large ones as views of their parts, so that no single write takes long."""
     small: list[bytes] = []
     nbytes = 0
     for piece in pieces:
-        for at in range(0, len(piece), _PIECE_NBYTES):
-            part = piece if len(piece) <= _PIECE_NBYTES else piece[at : at + _PIECE_NBYTES]
-            if nbytes + len(part) > _PIECE_NBYTES:
-                yield b"".join(small)
-                small, nbytes = [], 0
-            small.append(part)
-            nbytes += len(part)
+        if small and nbytes + len(piece) > _PIECE_NBYTES:
+            yield b"".join(small)
+            small, nbytes = [], 0
+        if len(piece) > _PIECE_NBYTES:
+            view = memoryview(piece)
+            yield from (view[at : at + _PIECE_NBYTES] for at in range(0, len(view), _PIECE_NBYTES))
+            continue
+        small.append(piece)
+        nbytes += len(piece)
     if small:
         yield b"".join(small)
 
@@ -109,8 +111,11 @@ async def _send_start(response: Response, send: Send) -> None:
     )
 
 
-async def _send_body(send: Send, piece: bytes) -> None:
+async def _send_body(send: Send, piece: bytes | memoryview) -> None:
     await send({"type": "http.response.body", "body": piece, "more_body": True})
+    if len(piece) > _PIECE_NBYTES // 2:
+        # A reader who is fast enough would have the whole answer written in one turn of the event loop.
+        await asyncio.sleep(0)
 
 
 async def _send_end(send: Send) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import sys
@@ -70,6 +71,9 @@ async def _serve(
                 timeout_graceful_shutdown=5,
             )
         )
+        # All that was loaded lives as long as the server; to look through it again and again halts every thread.
+        gc.collect()
+        gc.freeze()
         host, port = listener.getsockname()[:2]
         ready(f"http://{host}:{port}")
         await server.serve(sockets=[listener])

@@ -54,6 +54,13 @@ async def reset_prefix_cache(serving: Served) -> dict[str, str]:
     return _DONE
 
 
+@router.post("/check_integrity", response_model=StatusAnswer, responses=ERRORS)
+async def check_integrity(serving: Served) -> dict[str, str]:
+    """Recount blocks, rows and the worker's requests; 500 says what leaks or contradicts."""
+    await serving.client.check_integrity()
+    return _DONE
+
+
 @router.post("/update_weights", response_model=WeightsAnswer, responses=ERRORS)
 async def update_weights(body: UpdateWeightsRequest, serving: Served) -> dict[str, Any]:
     """Replace the weights; rows computed from now on carry the new version."""
