@@ -10,9 +10,11 @@ from routebook.engine.config import EngineConfig
 from routebook.engine.detokenizer import Detokenizer
 from routebook.engine.engine import Engine, PauseMode
 from routebook.engine.increments import Increment
+from routebook.engine.llm import LLM
 from routebook.engine.outputs import RequestOutput
 from routebook.engine.request import FinishReason
 from routebook.engine.sampling_params import SamplingParams
+from routebook.errors import RequestError
 from routebook.routes import RoutedExperts
 
 # Bitwise the same however requests are batched, so that two runs can be compared.
@@ -153,6 +155,14 @@ def test_prompt_rows_that_differ_are_not_left_out(engine, monkeypatch):
     wanted = SamplingParams(n=2, max_tokens=3, temperature=0.0, ignore_eos=True)
     (increments,) = run_streamed(engine, PROMPTS[:1], wanted)
     assert joined(increments, 1)["routed_experts"].start == 0
+
+
+def test_rows_that_may_be_replaced_are_not_streamed():
+    llm = LLM("tiny", dtype="float32", recompute="latest")
+    with pytest.raises(RequestError, match="may replace a row that a stream has handed out"):
+        llm.engine.add_request([5, 6], SamplingParams(), streamed=True)
+    llm.engine.add_request([5, 6], SamplingParams(routed_experts=False), streamed=True)
+    llm.engine.add_request([5, 6], SamplingParams())
 
 
 def test_an_abort_ends_the_stream_with_what_is_known(engine):

@@ -23,7 +23,7 @@ from routebook.engine.model_loader import load_tokenizer
 from routebook.engine.open_prompts import OpenPrompt
 from routebook.engine.outputs import RequestOutput
 from routebook.engine.request import FinishReason, Request, RequestStatus
-from routebook.engine.request_checks import check_continuation, check_request
+from routebook.engine.request_checks import check_continuation, check_request, check_streaming
 from routebook.engine.sampling_params import SamplingParams
 from routebook.engine.scheduler_factory import make_scheduler
 from routebook.engine.served_model import ServedModel
@@ -169,6 +169,8 @@ class Engine:
             self.check_continuation(token_ids, params, earlier, forced)
         elif forced:
             raise RequestError("forced=True needs a record to force")
+        if streamed:
+            check_streaming(params, self.config.cache.recompute)
         base_seed = self._random.getrandbits(62) if params.seed is None else params.seed
         opened = OpenPrompt(
             request_id=str(self._num_requests),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from routebook.engine.sampling_params import SamplingParams
 from routebook.engine.served_model import ServedModel
 from routebook.errors import RequestError, SchemaMismatchError, SpanError, UncapturableError
+from routebook.ledger.recompute import EARLIEST
 from routebook.routes import RoutedExperts
 
 
@@ -65,3 +66,16 @@ def check_continuation(
         )
     if forced and served.unforcible is not None:
         raise UncapturableError(served.unforcible)
+
+
+def check_streaming(params: SamplingParams, recompute: str) -> None:
+    """Refuse to hand out rows that a later run may still replace.
+
+    Raises:
+        RequestError: rows are asked for, and the engine takes the latest ones.
+    """
+    if params.routed_experts and recompute != EARLIEST:
+        raise RequestError(
+            f"recompute={recompute!r} may replace a row that a stream has handed out; ask for the whole answer, for"
+            f" no rows, or run the engine with recompute={EARLIEST!r}"
+        )

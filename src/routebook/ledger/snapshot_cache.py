@@ -59,10 +59,8 @@ class Entry:
         came_T, held_T = rows.origin_T != Origin.ABSENT, origin_T != Origin.ABSENT
         take_T = came_T & (~held_T | _is_chosen(recompute, run, rows.origin_T, run_T, origin_T))
         if recompute == LATEST:
-            again_T = held_T & came_T & _is_own(origin_T) & (run_T > run)
             told_T = rows.origin_T.copy()
-            told_T[held_T & _is_own(told_T) & (run_T < run)] = Origin.RECOMPUTED
-            origin_T[again_T] = Origin.RECOMPUTED
+            told_T[held_T & _is_own(told_T)] = Origin.RECOMPUTED
             rows = replace(rows, origin_T=told_T)
         run_T[take_T] = run
         _copy(rows, self.data, take_T, part)

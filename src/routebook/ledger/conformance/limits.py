@@ -89,6 +89,8 @@ class LimitsConformance(ConformanceCase):
         pair.begin(A, 9)
         pair.step((A, 0, 4))
         refuses(lambda: ledger.begin(A, 1), repr(A))
+        pair.begin(C, 1)
+        refuses(lambda: ledger.begin(C, 1), repr(C))
         refuses(lambda: ledger.begin(B, -1), "-1")
         refuses(lambda: ledger.read(A, 3, 2), "3", "2")
         refuses(lambda: ledger.read(A, -1, 2), "-1")

@@ -66,6 +66,28 @@ class RecomputationConformance(ConformanceCase):
                 version_T = pair.ledger.read(A, 0, 4).version_T
                 assert version_T.tolist() == pair.chosen([0] * 4, [3] * cut + [2] * (4 - cut))
 
+    def test_what_a_run_took_goes_before_what_it_computes_there(self) -> None:
+        for maker_first in (True, False):
+            for preempted_between in (True, False):
+                pair = self.make_pair()
+                pair.begin(A, 5)
+                pair.publish(A, 0, H0)
+                maker = pair.plan((A, 0, 4))
+                pair.begin(B, 5)
+                pair.share(B, [H0])
+                steps = [maker, pair.plan((B, 1, 3), version=1)]
+                if not maker_first:
+                    steps.reverse()
+                pair.store(steps[0])
+                pair.compare(6)
+                if preempted_between:
+                    pair.release(B, ReleaseReason.PREEMPTED)
+                pair.store(steps[1])
+                pair.compare(6)
+                pair.release(B, ReleaseReason.PREEMPTED)
+                pair.compare(6)
+                assert pair.ledger.read(B, 0, 4).origin_T.tolist() == [Origin.PREFIX_CACHE] * 4
+
     def test_runs_that_end_anywhere(self) -> None:
         for block_size in (1, 4, 16):
             pair = self.make_pair(block_size)
