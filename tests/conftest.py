@@ -7,6 +7,8 @@ import os
 import pytest
 from hypothesis import settings
 
+pytest_plugins = ["tests.engine.machine_report"]
+
 # A gate must give the same answer twice; the search for new cases goes on wherever CI is not set.
 settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):

@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 from routebook.engine.config import LEDGERS
 from routebook.engine.engine import PauseMode
 from routebook.engine.sampling_params import SamplingParams
+from routebook.ledger.recompute import RECOMPUTE
 from tests.engine.subjects import EXECUTORS, Setting, Subject, TaggedSubject, TinySubject
 from tests.engine.totals import Totals
 from tests.engine.watched_engine import WatchedEngine
@@ -66,6 +67,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_seqs=data.draw(st.sampled_from((2, 4, 8)), "max_num_seqs"),
             max_steps_in_flight=data.draw(st.sampled_from(self.depths), "steps in flight"),
             ledger=data.draw(st.sampled_from(self.ledgers), "ledger"),
+            recompute=data.draw(st.sampled_from(RECOMPUTE), "recompute"),
             executor=data.draw(st.sampled_from(EXECUTORS), "executor"),
             dtype=data.draw(st.sampled_from(self.subject.dtypes), "dtype"),
         )

@@ -73,7 +73,7 @@ def check_record(
     num_taken: int,
     totals: Totals,
 ) -> None:
-    """Every position has the row of the earliest computation whose results are there; the others have none.
+    """Every position has the row of the computation that the witness names; the others have none.
 
     Args:
         request_id: the completion's.
@@ -102,6 +102,7 @@ def check_record(
         assert record.complete, f"{request_id} lacks rows, and nobody says why"
     totals.rows += int(record.valid_T.sum())
     totals.rows_absent += int((~record.valid_T).sum())
+    totals.rows_recomputed += int((wanted.origin_T == Origin.RECOMPUTED).sum())
     totals.rows_found += int((wanted.origin_T == Origin.PREFIX_CACHE).sum())
 
 
@@ -141,6 +142,8 @@ def _expected(
 def _origin(computation: Computation, num_prompt_tokens: int) -> Origin:
     if not computation.is_own:
         return Origin.PREFIX_CACHE
+    if computation.is_recomputed:
+        return Origin.RECOMPUTED
     return Origin.PREFILL if computation.position < num_prompt_tokens else Origin.DECODE
 
 
@@ -179,7 +182,7 @@ def check_forced(request_id: str, asked: Asked, witness: Witness, source: RowSou
     assert earlier is not None
     for run in witness.runs(request_id):
         computations = [
-            Computation(request_id, position, forward, True, run)
+            Computation(maker=request_id, position=position, forward=forward, is_own=True)
             for position, forward in enumerate(run.forwards[: earlier.stop])
             if earlier.valid_T[position]
         ]

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 
 from tests.engine.machine import TaggedMachine, TinyMachine, run_machine
 from tests.engine.totals import Totals
@@ -42,23 +43,32 @@ def soak(
     run: Callable[[int, int], Totals] = run_batch,
 ) -> int:
     """Run all batches, each by `run(seed, examples)` in a process; returns the exit status."""
-    totals, begin = Totals(), time.monotonic()
     sizes = [BATCH] * (num_examples // BATCH) + [num_examples % BATCH] * (num_examples % BATCH > 0)
-    with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
-        seeds = {
-            pool.submit(run, first_seed + number, size): first_seed + number
-            for number, size in enumerate(sizes)
-        }
-        waiting = set(seeds)
-        while waiting:
-            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-            for future in done:
-                if future.exception() is not None:
-                    pool.shutdown(wait=False, cancel_futures=True)
-                    _report(future, seeds[future])
-                    return 1
-                totals.add(future.result())
-            print(f"{time.monotonic() - begin:.0f} s: {totals}", flush=True)
+    pool = ProcessPoolExecutor(num_processes, mp_context=get_context("spawn"))
+    try:
+        return _collect(
+            {
+                pool.submit(run, first_seed + number, size): first_seed + number
+                for number, size in enumerate(sizes)
+            }
+        )
+    finally:
+        # Also where this fails or is interrupted: nobody waits for the batches that run.
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in active_children():
+            process.terminate()
+
+
+def _collect(seeds: dict[Future[Totals], int]) -> int:
+    totals, begin, waiting = Totals(), time.monotonic(), set(seeds)
+    while waiting:
+        done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+        for future in done:
+            if future.exception() is not None:
+                _report(future, seeds[future])
+                return 1
+            totals.add(future.result())
+        print(f"{time.monotonic() - begin:.0f} s: {totals}", flush=True)
     return 0
 
 
@@ -81,6 +91,7 @@ def main() -> int:
         "--processes", type=int, default=os.cpu_count() or 1, help="at once (one per core)"
     )
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     return soak(args.examples, args.seed, args.processes)
 
 

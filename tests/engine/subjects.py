@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partialmethod
+from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
 
@@ -17,15 +17,14 @@ import torch
 
 from routebook.engine import engine as engine_module
 from routebook.engine import executor as executor_module
+from routebook.engine import scheduler_factory
 from routebook.engine.config import EngineConfig
 from routebook.engine.engine import Engine
 from routebook.engine.executor_choice import make_executor
 from routebook.engine.model_loader import load_pretrained, resolve_model
 from routebook.engine.outputs import CompletionOutput
 from routebook.engine.weights import Weights
-from routebook.ledger import KVSlotLedger, Ledger, RequestLedger
-from routebook.ledger.kv_slot_ledger import KVSlotConfig
-from routebook.ledger.request_ledger import LedgerConfig
+from routebook.ledger import KVSlotConfig, LedgerConfig
 from tests.engine.forward_recorder import ForwardRecorder
 from tests.engine.late_executor import LateExecutor
 from tests.engine.plain_forward import PlainModels
@@ -52,6 +51,7 @@ class Setting:
     max_num_seqs: int
     max_steps_in_flight: int
     ledger: str
+    recompute: str
     executor: str
     dtype: str
 
@@ -64,6 +64,7 @@ class Setting:
             max_num_seqs=self.max_num_seqs,
             max_steps_in_flight=self.max_steps_in_flight,
             ledger=self.ledger,
+            recompute=self.recompute,
             executor="inline" if self.executor == "late" else self.executor,
             device="cpu",
             **more,
@@ -74,15 +75,15 @@ class Setting:
         make = LateExecutor if self.executor == "late" else make_executor
         with (
             patch.object(engine_module, "make_executor", make),
-            _little_room(RequestLedger, LedgerConfig(initial_rows=8)),
-            _little_room(KVSlotLedger, KVSlotConfig(initial_requests=1)),
+            _options(LedgerConfig, initial_rows=8),
+            _options(KVSlotConfig, initial_requests=1),
         ):
             return Engine(model, config)
 
 
-def _little_room(kind: type[Ledger], config: LedgerConfig | KVSlotConfig) -> Any:
-    """Let ledgers of this kind start with other options than the engine's."""
-    return patch.object(kind, "__init__", partialmethod(kind.__init__, config=config))
+def _options(kind: type[Any], **more: int) -> Any:
+    """Let the engine's ledger start with other options of this kind than the defaults."""
+    return patch.object(scheduler_factory, kind.__name__, partial(kind, **more))
 
 
 class Subject(ABC):
@@ -164,7 +165,7 @@ class TinySubject(Subject):
     vocabulary = range(3, 40)
     stop_tokens = range(2048)
     temperature = 1.0
-    dtypes = ("float64", "float32")
+    dtypes = ("float64", "float64", "float32")
 
     def start(self) -> Engine:
         dtype = self.setting.dtype

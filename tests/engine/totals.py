@@ -16,6 +16,8 @@ class Totals:
     """Rows that were compared, each with the one that it had to be."""
     rows_found: int = 0
     """Of these: computed by another request, and found in the prefix cache."""
+    rows_recomputed: int = 0
+    """Of these: of a recomputation after a preemption, where the latest row was asked for."""
     rows_earlier: int = 0
     """Of these: kept from the record of an aborted run."""
     rows_plain: int = 0

@@ -12,6 +12,7 @@ from routebook.engine.outputs import CompletionOutput, RequestOutput
 from routebook.engine.request import FinishReason, Request
 from routebook.engine.sampling_params import SamplingParams
 from routebook.engine.step import ModelRunnerOutput, SchedulerOutput
+from routebook.ledger.recompute import LATEST
 from routebook.routes import RoutedExperts
 from tests.engine.row_check import Asked, check_forced, check_record
 from tests.engine.subjects import Subject
@@ -32,7 +33,11 @@ class WatchedEngine:
         self.subject = subject
         self.totals = Totals(examples=1)
         self.engine = subject.start()
-        self.witness = Witness(self.engine.served.num_blocks, subject.setting.block_size)
+        self.witness = Witness(
+            self.engine.served.num_blocks,
+            subject.setting.block_size,
+            takes_latest=subject.setting.recompute == LATEST,
+        )
         self.spoken: list[list[int]] = []
         """Tokens of completions that ended."""
         self.partial: list[tuple[list[int], RoutedExperts]] = []

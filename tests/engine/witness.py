@@ -31,7 +31,7 @@ class Run:
     """By position: in which forward."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Computation:
     """The computation whose row a request must have at a position."""
 
@@ -40,7 +40,8 @@ class Computation:
     forward: int
     is_own: bool
     """Whether the request computed it itself, rather than found it."""
-    run: Run
+    is_recomputed: bool = False
+    """Whether it is preferred to one of an earlier run."""
 
 
 @dataclass(slots=True)
@@ -65,9 +66,11 @@ class Witness:
     Args:
         num_blocks: blocks of the KV pool.
         block_size: tokens per block.
+        takes_latest: whether a request has the row of the latest run that has one, instead of the earliest.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, *, takes_latest: bool = False) -> None:
+        self._takes_latest = takes_latest
         self._block_size = block_size
         num_slots = num_blocks * block_size
         self._digests = [0] * num_slots
@@ -117,7 +120,7 @@ class Witness:
     def computations(
         self, request_id: str, start: int, stop: int, num_taken: int
     ) -> Iterator[Computation | None]:
-        """For each position the earliest computation that has a row, or None.
+        """For each position the computation whose row the request must have, or None.
 
         Args:
             request_id: the request.
@@ -127,17 +130,24 @@ class Witness:
         """
         runs = self._runs.get(request_id, ())
         for position in range(start, stop):
-            yield next(
-                (
-                    Computation(
-                        run.makers[position], position, forward, position >= run.num_hits, run
-                    )
-                    for run in runs
-                    if position < len(run.forwards)
-                    and (forward := run.forwards[position]) < num_taken
-                    and self._captured[forward]
-                ),
-                None,
+            found = [
+                run
+                for run in runs
+                if position < len(run.forwards)
+                and run.forwards[position] < num_taken
+                and self._captured[run.forwards[position]]
+            ]
+            if not found:
+                yield None
+                continue
+            run = found[-1 if self._takes_latest else 0]
+            is_own = position >= run.num_hits
+            yield Computation(
+                maker=run.makers[position],
+                position=position,
+                forward=run.forwards[position],
+                is_own=is_own,
+                is_recomputed=is_own and run is not found[0],
             )
 
     def runs(self, request_id: str) -> list[Run]:

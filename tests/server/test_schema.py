@@ -29,7 +29,7 @@ CHECKS = [
     content_type_conformance,
     response_schema_conformance,
 ]
-OPERATIONS = 14
+OPERATIONS = 15
 
 
 @pytest.fixture(scope="module")
