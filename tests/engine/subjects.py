@@ -200,6 +200,9 @@ class TinySubject(Subject):
         judged = 0
         for run in witness.runs(request_id):
             stop = min(len(run.forwards), len(token_ids) - 1)
+            if not stop:
+                # Aborted with one token: whatever ran for it, it has no row.
+                continue
             versions = [witness.versions[forward] for forward in run.forwards[:stop]]
             plain_TLK = self._plain.rows(token_ids, versions, forced)
             np.testing.assert_array_equal(self._rows_of_run(run, stop), plain_TLK)
