@@ -45,18 +45,20 @@ def soak(
     """Run all batches, each by `run(seed, examples)` in a process; returns the exit status."""
     sizes = [BATCH] * (num_examples // BATCH) + [num_examples % BATCH] * (num_examples % BATCH > 0)
     pool = ProcessPoolExecutor(num_processes, mp_context=get_context("spawn"))
+    status = 1
     try:
-        return _collect(
+        status = _collect(
             {
                 pool.submit(run, first_seed + number, size): first_seed + number
                 for number, size in enumerate(sizes)
             }
         )
     finally:
-        # Also where this fails or is interrupted: nobody waits for the batches that run.
-        pool.shutdown(wait=False, cancel_futures=True)
+        pool.shutdown(wait=status == 0, cancel_futures=True)
+        # Where it failed or was interrupted nobody waits for the batches that run.
         for process in active_children():
             process.terminate()
+    return status
 
 
 def _collect(seeds: dict[Future[Totals], int]) -> int:
