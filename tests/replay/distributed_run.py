@@ -21,6 +21,7 @@ from transformers.distributed import DistributedConfig
 
 from routebook.replay import RouteSession
 from tests.replay.helpers import foreign_ids, gradients, loss_of, tokens
+from tests.replay.rank import end_rank
 
 
 def seeds_of(mode: str, rank: int) -> tuple[int, int]:
@@ -100,7 +101,7 @@ def main(mode: str, path: Path) -> None:
     dist.all_gather_object(gathered, {"equal": equal, "losses": losses, "taken": all(taken)})
     if dist.get_rank() == 0:
         print(json.dumps(gathered))
-    dist.destroy_process_group()
+    end_rank()
 
 
 if __name__ == "__main__":

@@ -13,6 +13,17 @@ import numpy.typing as npt
 import torch
 
 
+def download(tensor: torch.Tensor) -> torch.Tensor:
+    """Queue a copy to the host on the current stream; wait for its event before the result is looked at."""
+    if tensor.device.type == "cpu":
+        return tensor
+    # The stream on which it was made may not give its memory to another tensor before it is copied.
+    tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    # Pinned: a copy to pageable memory would block here. The allocator reuses freed pinned pages.
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
 class RoutedExpertsLists(NamedTuple):
     """Rows of one step on the host, in the schema's dtype and in the order of the batch that ran."""
 
@@ -29,13 +40,7 @@ class RoutedExpertsTensors(NamedTuple):
 
     def to_cpu_nonblocking(self) -> RoutedExpertsTensors:
         """Queue the copy to the host on the current stream; wait for its event before `tolists`."""
-        if self.ids_TLK.device.type == "cpu":
-            return self
-        # The stream on which it was made may not give its memory to another tensor before it is copied.
-        self.ids_TLK.record_stream(torch.cuda.current_stream(self.ids_TLK.device))
-        # Pinned: a copy to pageable memory would block here. The allocator reuses freed pinned pages.
-        host_TLK = torch.empty(self.ids_TLK.shape, dtype=self.ids_TLK.dtype, pin_memory=True)
-        return RoutedExpertsTensors(host_TLK.copy_(self.ids_TLK, non_blocking=True))
+        return RoutedExpertsTensors(download(self.ids_TLK))
 
     def tolists(self) -> RoutedExpertsLists:
         """View the host tensor as numpy. The copy queued before must have completed."""

@@ -15,9 +15,9 @@ from routebook.cli.drift_table import table_lines
 from routebook.cli.extras import engine_module
 from routebook.cli.options import add_options, take_options
 from routebook.cli.quiet import quiet_loading
-from routebook.cli.record import read_samples, writing
+from routebook.cli.record import add_record_and_model, read_samples, writing
 from routebook.engine.config import DTYPES, ModelConfig
-from routebook.errors import ModelMismatchError, RequestError
+from routebook.errors import RequestError
 from routebook.routes import RouteSample
 
 if TYPE_CHECKING:
@@ -38,13 +38,7 @@ def add_parser(commands: Any) -> None:
         usage="%(prog)s FILE.routes --model MODEL [options]",
         description=_DESCRIPTION,
     )
-    parser.add_argument("file", type=Path, metavar="FILE.routes", help="the record to replay")
-    parser.add_argument(
-        "--model",
-        required=True,
-        metavar="MODEL",
-        help="the model that made it: a folder, a hub id, or `tiny`",
-    )
+    add_record_and_model(parser, "the record to replay")
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
@@ -88,9 +82,13 @@ def drift(
     from routebook.replay.drift import measure_drift
 
     quiet_loading(model)
-    trainer = _load(loader, model, dtype, device)
-    _check_model(loader.model_fingerprint(trainer), model, samples)
-    rollout = trainer if dtype == rollout_dtype else _load(loader, model, rollout_dtype, device)
+    trainer = loader.load_plain(model, ModelConfig(dtype=dtype, device=device))
+    fingerprint = loader.model_fingerprint(trainer)
+    for sample in samples:
+        loader.check_maker(sample, model, fingerprint)
+    rollout = trainer
+    if dtype != rollout_dtype:
+        rollout = loader.load_plain(model, ModelConfig(dtype=rollout_dtype, device=device))
     return measure_drift(trainer, _progress(samples), rollout=rollout)
 
 
@@ -115,25 +113,6 @@ def _samples(path: Path) -> list[RouteSample]:
     if not samples:
         raise RequestError(f"{path} holds no sample with rows and sampled tokens to compare")
     return samples
-
-
-def _load(loader: Any, model: str, dtype: str, device: str) -> Any:
-    loaded = loader.load_pretrained(loader.resolve_model(model), dtype)
-    loaded = loaded.to(loader.pick_device(device)).eval()
-    if dtype == "float64":
-        # The grouped kernel, transformers' default, knows no float64.
-        loaded.set_experts_implementation("eager")
-    return loaded
-
-
-def _check_model(fingerprint: str, model: str, samples: Sequence[RouteSample]) -> None:
-    for sample in samples:
-        made_by = sample.meta.get("model_fingerprint")
-        if made_by is not None and made_by != fingerprint:
-            raise ModelMismatchError(
-                f"the record was made by model {sample.meta.get('model', '?')!r} (fingerprint {made_by}), not by "
-                f"{model!r} (fingerprint {fingerprint}); give the model that made it"
-            )
 
 
 def _json(arguments: argparse.Namespace, rollout_dtype: str, report: DriftReport) -> str:

@@ -1,7 +1,8 @@
-"""The engine, or a clear word about what to install for it."""
+"""What an extra brings, or a clear word about what to install for it."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from types import ModuleType
 
 from routebook.errors import MissingExtraError
@@ -13,13 +14,20 @@ def engine_module(name: str) -> ModuleType:
     Raises:
         MissingExtraError: torch or transformers is not installed.
     """
-    from importlib import import_module
+    return extra_module(f"engine.{name}", "engine")
 
+
+def extra_module(name: str, extra: str) -> ModuleType:
+    """Import `routebook.<name>`, which needs an extra.
+
+    Raises:
+        MissingExtraError: the extra is not installed.
+    """
     try:
-        return import_module(f"routebook.engine.{name}")
+        return import_module(f"routebook.{name}")
     except ModuleNotFoundError as error:
         if error.name is not None and error.name.startswith("routebook"):
             raise
         raise MissingExtraError(
-            f"this command needs {error.name!r}; install it with: pip install 'routebook[engine]'"
+            f"this command needs {error.name!r}; install it with: pip install 'routebook[{extra}]'"
         ) from error

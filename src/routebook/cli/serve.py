@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from importlib import import_module
 from typing import Any
 
-from routebook.cli.extras import engine_module
+from routebook.cli.extras import engine_module, extra_module
 from routebook.cli.options import add_options, take_options
 from routebook.cli.quiet import quiet_loading
 from routebook.engine.config import (
@@ -16,7 +15,6 @@ from routebook.engine.config import (
     ModelConfig,
     SchedulerConfig,
 )
-from routebook.errors import MissingExtraError
 from routebook.server.config import ServerConfig
 
 _CONFIGS = (ModelConfig, CacheConfig, SchedulerConfig, ExecutorConfig)
@@ -48,21 +46,11 @@ def run(arguments: argparse.Namespace) -> int:
     engine_config = EngineConfig.from_options(**options)
     engine_module("engine")
     quiet_loading(arguments.model)
-    _server_module().serve(arguments.model, engine_config, config, ready=_say_ready)
+    extra_module("server.run", "server").serve(
+        arguments.model, engine_config, config, ready=_say_ready
+    )
     return 0
 
 
 def _say_ready(address: str) -> None:
     print(f"routebook serves at {address}", flush=True)
-
-
-def _server_module() -> Any:
-    """The server, or a clear word about what to install for it."""
-    try:
-        return import_module("routebook.server.run")
-    except ModuleNotFoundError as error:
-        if error.name is not None and error.name.startswith("routebook"):
-            raise
-        raise MissingExtraError(
-            f"this command needs {error.name!r}; install it with: pip install 'routebook[server]'"
-        ) from error

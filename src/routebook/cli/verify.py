@@ -13,7 +13,7 @@ from typing import Any
 from routebook.cli.extras import engine_module
 from routebook.cli.options import add_options, take_options
 from routebook.cli.quiet import quiet_loading
-from routebook.cli.record import read_samples
+from routebook.cli.record import add_record_and_model, read_samples
 from routebook.engine.config import DTYPES, ModelConfig
 from routebook.errors import RequestError
 from routebook.routes import Comparison, RouteSample
@@ -79,13 +79,7 @@ def add_parser(commands: Any) -> None:
         usage="%(prog)s FILE.routes --model MODEL [options]",
         description=_DESCRIPTION,
     )
-    parser.add_argument("file", type=Path, metavar="FILE.routes", help="the record to check")
-    parser.add_argument(
-        "--model",
-        required=True,
-        metavar="MODEL",
-        help="the model that made it: a folder, a hub id, or `tiny`",
-    )
+    add_record_and_model(parser, "the record to check")
     parser.add_argument(
         "--ignore-order",
         action="store_true",

@@ -139,12 +139,7 @@ class Client:
             RecordError: rows are missing, came twice, or belong to other tokens.
         """
         request = self._run(self._calls.prepare(prompt, params or SamplingParams(), request_id))
-        try:
-            return self._run(self._calls.generate(request))
-        except BaseException as error:
-            if should_abort(error):
-                self._abort_quietly([request.request_id])
-            raise
+        return self._run_or_abort(request, self._calls.generate(request))
 
     def stream(
         self,
@@ -155,12 +150,7 @@ class Client:
     ) -> GenerationStream:
         """Complete a prompt, delta by delta; use it in a `with` block. Arguments and errors as :meth:`generate`."""
         request = self._run(self._calls.prepare(prompt, params or SamplingParams(), request_id))
-        try:
-            response = self._run(self._calls.open_stream(request))
-        except BaseException as error:
-            if should_abort(error):
-                self._abort_quietly([request.request_id])
-            raise
+        response = self._run_or_abort(request, self._calls.open_stream(request))
         return GenerationStream(response, request, self._abort_quietly)
 
     def tokenize(self, prompt: str | Messages) -> tuple[int, ...]:
@@ -178,6 +168,14 @@ class Client:
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests with what they have; ids that are not running are passed over."""
         self._run(self._calls.abort(request_ids))
+
+    def _run_or_abort(self, request: Request, call: Call[_Result]) -> _Result:
+        try:
+            return self._run(call)
+        except BaseException as error:
+            if should_abort(error):
+                self._abort_quietly([request.request_id])
+            raise
 
     def _run(self, call: Call[_Result]) -> _Result:
         outcome: Outcome | None = None

@@ -164,7 +164,7 @@ def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if not isinstance(prompts, Iterable):
         raise RequestError(f"{prompts!r} is no prompt; give a text, token ids, or a list of those")
     items: list[Any] = _plain_list(prompts)
-    is_one = bool(items) and not any(isinstance(item, str | Iterable) for item in items)
+    is_one = bool(items) and not any(isinstance(item, Iterable) for item in items)
     return [items] if is_one else items
 
 

@@ -13,8 +13,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from routebook.engine.attention import ATTENTION_NAME, register_attention
 from routebook.engine.config import ModelConfig
 from routebook.engine.experts import EXPERTS_NAME, register_experts
-from routebook.errors import ConfigError, ModelNotFoundError, UncapturableError
+from routebook.errors import (
+    ConfigError,
+    ModelMismatchError,
+    ModelNotFoundError,
+    UncapturableError,
+)
 from routebook.models import BUNDLED_MODELS, bundled_model_path
+from routebook.routes import RouteSample
 
 _FINGERPRINT_SAMPLES = 64
 _SWITCHING_ROPE = ("dynamic", "longrope")
@@ -108,6 +114,34 @@ def load_pretrained(path: str, dtype: str) -> Any:
             f"no model {path!r}: it is no folder, none of {', '.join(BUNDLED_MODELS)}, and the hub"
             f" did not give it ({str(error).splitlines()[0]})"
         ) from error
+
+
+def load_plain(name: str, config: ModelConfig) -> Any:
+    """A model as transformers runs it, for forward passes in which nothing of the engine takes part.
+
+    Raises:
+        ModelError: the model cannot be used.
+    """
+    model = load_pretrained(resolve_model(name), config.dtype)
+    model = model.to(pick_device(config.device)).eval()
+    if model.dtype == torch.float64:
+        # The grouped kernel, transformers' default, knows no float64.
+        model.set_experts_implementation("eager")
+    return model
+
+
+def check_maker(sample: RouteSample, name: str, fingerprint: str) -> None:
+    """Refuse a sample that says that another model made it.
+
+    Raises:
+        ModelMismatchError: with both models.
+    """
+    made_by = sample.meta.get("model_fingerprint")
+    if made_by is not None and made_by != fingerprint:
+        raise ModelMismatchError(
+            f"the record was made by model {sample.meta.get('model', '?')!r} (fingerprint {made_by}),"
+            f" not by {name!r} (fingerprint {fingerprint}); give the model that made it"
+        )
 
 
 def model_fingerprint(model: Any) -> str:

@@ -85,9 +85,8 @@ class ModelRunner:
             dtype=self.loaded.dtype,
             device=self.loaded.device,
         )
-        self._batch_sizes = (max_num_seqs, max_model_len, block_size, self.loaded.device)
         self._kept = KeptContexts(bytes_per_token(self._kv_shapes, self.loaded.dtype))
-        self._batch = InputBatch(*self._batch_sizes)
+        self._batch = InputBatch(max_num_seqs, max_model_len, block_size, self.loaded.device)
 
     def drop(self, request_ids: list[str]) -> None:
         """Forget requests, with their recurrent states."""

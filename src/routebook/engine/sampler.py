@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from routebook.capture.outputs import download
 from routebook.engine.sampling_params import SamplingParams
 from routebook.engine.step import TokenLogprobs
-from routebook.engine.transfers import download, upload
+from routebook.engine.transfers import upload
 
 _UNIFORM_BITS = 24
 

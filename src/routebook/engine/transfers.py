@@ -34,16 +34,6 @@ def upload(device: torch.device, *arrays: npt.NDArray[Any]) -> list[torch.Tensor
     ]
 
 
-def download(tensor: torch.Tensor) -> torch.Tensor:
-    """Queue a copy to the host on the current stream; wait for its event before the result is looked at."""
-    if tensor.device.type == "cpu":
-        return tensor
-    # The stream on which it was made may not give its memory to another tensor before it is copied.
-    tensor.record_stream(torch.cuda.current_stream(tensor.device))
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
-
-
 class OutputStream:
     """The one stream on which all results of a step leave the device."""
 

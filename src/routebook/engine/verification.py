@@ -7,19 +7,13 @@ the watching of the routers is shared, and binding cross-checks that against wha
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 
 from routebook.capture.capturer import Capturer
 from routebook.capture.outputs import RoutedExpertsTensors
 from routebook.engine.config import ModelConfig
-from routebook.engine.model_loader import (
-    load_pretrained,
-    model_fingerprint,
-    pick_device,
-    resolve_model,
-)
+from routebook.engine.model_loader import check_maker, load_plain, model_fingerprint
 from routebook.errors import ModelMismatchError, SchemaMismatchError
 from routebook.routes import Comparison, RoutedExperts, RouteSample, RouteSchema, compare
 
@@ -39,12 +33,8 @@ class Verifier:
 
     def __init__(self, model: str, config: ModelConfig) -> None:
         self.name = model
-        loaded: Any = load_pretrained(resolve_model(model), config.dtype)
-        self._model = loaded.to(pick_device(config.device)).eval()
-        if self._model.dtype == torch.float64:
-            # The grouped kernel, transformers' default, knows no float64.
-            self._model.set_experts_implementation("eager")
-        self._vocab_size = int(loaded.config.get_text_config(decoder=True).vocab_size)
+        self._model = load_plain(model, config)
+        self._vocab_size = int(self._model.config.get_text_config(decoder=True).vocab_size)
         self.fingerprint = model_fingerprint(self._model)
         self._capturer: Capturer | None = None
 
@@ -84,12 +74,7 @@ class Verifier:
         return self._capturer
 
     def _check_model(self, sample: RouteSample) -> None:
-        made_by = sample.meta.get("model_fingerprint")
-        if made_by is not None and made_by != self.fingerprint:
-            raise ModelMismatchError(
-                f"the record was made by model {sample.meta.get('model', '?')!r} (fingerprint {made_by}),"
-                f" not by {self.name!r} (fingerprint {self.fingerprint}); give the model that made it"
-            )
+        check_maker(sample, self.name, self.fingerprint)
         largest = int(sample.token_ids.max(initial=0))
         if largest >= self._vocab_size:
             raise ModelMismatchError(

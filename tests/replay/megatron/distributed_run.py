@@ -7,7 +7,6 @@ Legend of shape suffixes: T = rows of a rank, L = MoE layers, K = top-k.
 
 from __future__ import annotations
 
-import json
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,6 +21,7 @@ from routebook.replay.megatron import RouterBridge, parallel_rank
 from routebook.routes import RoutedExperts
 from routebook.routes.layout import ParallelRank, RankRows, collect_records
 from tests.replay.megatron import cpu, models, taken
+from tests.replay.megatron.launch import tell
 
 MODES: dict[str, dict[str, int]] = {
     "single": {},
@@ -185,11 +185,7 @@ def main(path: Path) -> None:
             for mode in WORLDS[dist.get_world_size()]
             for recompute in RECOMPUTE
         }
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    if dist.get_rank() == 0:
-        path.write_text(json.dumps(everyone))
-    dist.destroy_process_group()
+    tell(path, mine)
 
 
 if __name__ == "__main__":

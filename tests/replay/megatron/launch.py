@@ -7,7 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from tests.replay.rank import end_rank
 
 ROOT = Path(__file__).parents[3]
 
@@ -29,3 +33,12 @@ def reports_of(module: str, num_ranks: int, folder: Path) -> list[Any]:
     reports = json.loads(path.read_text())
     assert len(reports) == num_ranks
     return reports
+
+
+def tell(path: Path, mine: Any) -> NoReturn:
+    """Report what a rank has to, for `reports_of`, and end it."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    if dist.get_rank() == 0:
+        path.write_text(json.dumps(everyone))
+    end_rank()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -27,6 +26,7 @@ from routebook.routes.formats import get_format
 from routebook.routes.layout import MicroBatch, PackedSequences, RankRows, RowLayout
 from tests.replay.megatron import cpu, models, taken
 from tests.replay.megatron.distributed_run import RECOMPUTE
+from tests.replay.megatron.launch import tell
 
 PROMPTS = (5, 4)
 """Tokens of each sequence that its prompt has."""
@@ -182,11 +182,7 @@ def main(path: Path) -> None:
         monkey.setattr(router_replay_utils, "device_name", "cpu")
         router_replay_patch.apply_router_replay_patch()
         mine = report()
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    if dist.get_rank() == 0:
-        path.write_text(json.dumps(everyone))
-    dist.destroy_process_group()
+    tell(path, mine)
 
 
 if __name__ == "__main__":

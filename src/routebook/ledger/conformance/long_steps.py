@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from routebook.ledger.base import ReleaseReason
 from routebook.ledger.conformance.case import A, B, C, ConformanceCase
+from routebook.ledger.conformance.pair import LedgerPair
 
 MANY = [b"h%d" % block for block in range(40)]
 
@@ -49,8 +50,7 @@ class LongStepsConformance(ConformanceCase):
     def test_a_long_step_of_a_request_that_is_gone(self) -> None:
         pair = self.make_pair()
         pair.begin(A, 200)
-        for block in range(40):
-            pair.publish(A, block, MANY[block])
+        _publish_all(pair)
         late = pair.plan((A, 0, 200))
         pair.begin(B, 200)
         pair.share(B, MANY)
@@ -82,8 +82,7 @@ class LongStepsConformance(ConformanceCase):
             pair.release(A, ReleaseReason.PREEMPTED)
             again = pair.plan((A, 0, 361), version=1)
             if publish:
-                for block in range(40):
-                    pair.publish(A, block, MANY[block])
+                _publish_all(pair)
             pair.store(late)
             pair.store(again)
             pair.begin(B, 200)
@@ -94,8 +93,7 @@ class LongStepsConformance(ConformanceCase):
         for rows_first in (True, False):
             pair = self.make_pair()
             pair.begin(A, 200)
-            for block in range(40):
-                pair.publish(A, block, MANY[block])
+            _publish_all(pair)
             maker = pair.plan((A, 0, 200))
             pair.begin(B, 200)
             pair.share(B, MANY)
@@ -109,8 +107,7 @@ class LongStepsConformance(ConformanceCase):
     def test_a_sharer_is_preempted_before_the_long_step_of_the_maker(self) -> None:
         pair = self.make_pair()
         pair.begin(A, 200)
-        for block in range(40):
-            pair.publish(A, block, MANY[block])
+        _publish_all(pair)
         maker = pair.plan((A, 0, 200))
         pair.begin(B, 200)
         pair.share(B, MANY)
@@ -118,3 +115,8 @@ class LongStepsConformance(ConformanceCase):
         pair.store(maker)
         pair.compare(210)
         assert pair.ledger.read(B, 0, 160).origin_T.all()
+
+
+def _publish_all(pair: LedgerPair) -> None:
+    for block, block_hash in enumerate(MANY):
+        pair.publish(A, block, block_hash)

@@ -10,20 +10,20 @@ from routebook.engine.sampling_params import SamplingParams
 from routebook.server.chat_template import render_chat
 from routebook.server.endpoints.common import (
     Served,
+    make_job,
     ok,
     openai_sampling,
     rows_field,
-    stream_usage,
     wants_frames,
     wants_rows,
 )
 from routebook.server.forms.chat import ChatForm
-from routebook.server.job import Job, JobPrompt
+from routebook.server.job import JobPrompt
 from routebook.server.protocol.answers import ChatAnswer
 from routebook.server.protocol.chat import ChatCompletionRequest
 from routebook.server.protocol.tokens import TokenizeRequest
 from routebook.server.requests import JSONRoute
-from routebook.server.serving import Serving, new_name
+from routebook.server.serving import Serving
 
 router = APIRouter(route_class=JSONRoute)
 
@@ -39,14 +39,7 @@ async def chat_completions(
     wants = wants_rows(serving, body.return_routed_experts, frames)
     token_ids = await chat_token_ids(serving, body)
     params = _sampling_params(body, serving.most_new_tokens(len(token_ids)), wants)
-    job = Job(
-        name=body.request_id or new_name(),
-        prompts=[JobPrompt(token_ids=token_ids, params=params)],
-        cache_salt=body.cache_salt or "",
-        stream=stream,
-        frames=frames,
-        **stream_usage(body.stream_options),
-    )
+    job = make_job(body, [JobPrompt(token_ids=token_ids, params=params)], frames=frames)
     form = ChatForm(job, serving.model_name, rows_field(body, stream), serving.texts)
     form.return_token_ids = bool(body.return_token_ids)
     form.num_likeliest = body.top_logprobs or 0

@@ -10,10 +10,13 @@ from starlette.requests import Request
 from routebook.errors import RequestError
 from routebook.routes.formats import FRAME_MEDIA_TYPE, get_format
 from routebook.server.http_errors import NotAcceptableError
+from routebook.server.job import Job, JobPrompt
 from routebook.server.protocol.answers import ErrorAnswer
 from routebook.server.protocol.base import OpenAIBody, RowsBody, StreamOptions
+from routebook.server.protocol.generate import GenerateRequest, GenerateSamplingParams
+from routebook.server.protocol.sglang import SGLangSamplingParams
 from routebook.server.rows import RowsField
-from routebook.server.serving import Serving
+from routebook.server.serving import Serving, new_name
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorAnswer, "description": "The request cannot be served as asked"},
@@ -26,6 +29,14 @@ _EVENT = {
     "required": ["data"],
     "description": "JSON in `data`; the last event is `[DONE]`",
 }
+_SAME_NAME = (
+    "n",
+    "temperature",
+    "top_p",
+    "min_p",
+    "ignore_eos",
+    "skip_special_tokens",
+)
 _FRAMES = {"type": "string", "format": "binary", "description": "a `.routes` file"}
 
 
@@ -90,30 +101,30 @@ def rows_field(body: RowsBody, stream: bool) -> RowsField:
 
 def openai_sampling(body: OpenAIBody) -> dict[str, Any]:
     """Sampling parameters of OpenAI's endpoints; what was not said is left out."""
-    given = {
-        name: getattr(body, name)
-        for name in (
-            "n",
-            "temperature",
-            "top_p",
-            "min_p",
-            "seed",
-            "ignore_eos",
-            "skip_special_tokens",
-        )
-    }
-    given["include_stop_text"] = body.include_stop_str_in_output
+    return common_sampling(body, seed=body.seed, include_stop_text=body.include_stop_str_in_output)
+
+
+def common_sampling(
+    body: OpenAIBody | GenerateSamplingParams | SGLangSamplingParams, **others: Any
+) -> dict[str, Any]:
+    """Sampling parameters that all endpoints call the same, and others; what was not said is left out."""
+    given = {name: getattr(body, name) for name in _SAME_NAME} | others
     given["top_k"] = None if body.top_k == -1 else body.top_k
-    given["stop"] = stop_texts(body.stop)
+    given["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     given["stop_token_ids"] = tuple(body.stop_token_ids or ())
     return {name: value for name, value in given.items() if value is not None}
 
 
-def stop_texts(stop: str | list[str] | None) -> tuple[str, ...]:
-    """Stop texts as a tuple."""
-    if stop is None:
-        return ()
-    return (stop,) if isinstance(stop, str) else tuple(stop)
+def make_job(body: OpenAIBody | GenerateRequest, prompts: list[JobPrompt], *, frames: bool) -> Job:
+    """The job of a request with vLLM's fields."""
+    return Job(
+        name=body.request_id or new_name(),
+        prompts=prompts,
+        cache_salt=body.cache_salt or "",
+        stream=bool(body.stream),
+        frames=frames,
+        **stream_usage(body.stream_options),
+    )
 
 
 def stream_usage(options: StreamOptions | None) -> dict[str, bool]:

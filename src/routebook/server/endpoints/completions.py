@@ -9,19 +9,19 @@ from starlette.responses import Response
 from routebook.engine.sampling_params import SamplingParams
 from routebook.server.endpoints.common import (
     Served,
+    make_job,
     ok,
     openai_sampling,
     rows_field,
-    stream_usage,
     wants_frames,
     wants_rows,
 )
 from routebook.server.forms.completions import CompletionForm
-from routebook.server.job import Job, JobPrompt
+from routebook.server.job import JobPrompt
 from routebook.server.protocol.answers import CompletionAnswer
 from routebook.server.protocol.completions import CompletionRequest, Prompts
 from routebook.server.requests import JSONRoute
-from routebook.server.serving import Serving, new_name
+from routebook.server.serving import Serving
 
 router = APIRouter(route_class=JSONRoute)
 
@@ -33,14 +33,8 @@ async def completions(body: CompletionRequest, request: Request, serving: Served
     stream = bool(body.stream)
     frames = wants_frames(request, stream)
     wants = wants_rows(serving, body.return_routed_experts, frames)
-    job = Job(
-        name=body.request_id or new_name(),
-        prompts=[await _prompt(serving, body, prompt, wants) for prompt in as_prompts(body.prompt)],
-        cache_salt=body.cache_salt or "",
-        stream=stream,
-        frames=frames,
-        **stream_usage(body.stream_options),
-    )
+    prompts = [await _prompt(serving, body, prompt, wants) for prompt in as_prompts(body.prompt)]
+    job = make_job(body, prompts, frames=frames)
     form = CompletionForm(job, serving.model_name, rows_field(body, stream), serving.texts)
     form.return_token_ids = bool(body.return_token_ids)
     return await serving.answer(request, job, form)

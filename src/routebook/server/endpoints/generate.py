@@ -10,19 +10,18 @@ from routebook.engine.sampling_params import SamplingParams
 from routebook.server.endpoints.common import (
     ERRORS,
     Served,
+    common_sampling,
+    make_job,
     ok,
     rows_field,
-    stop_texts,
-    stream_usage,
     wants_frames,
     wants_rows,
 )
 from routebook.server.forms.generate import GenerateForm
-from routebook.server.job import Job, JobPrompt
+from routebook.server.job import JobPrompt
 from routebook.server.protocol.answers import GenerateAnswer, StatusAnswer
 from routebook.server.protocol.generate import AbortRequest, GenerateRequest
 from routebook.server.requests import JSONRoute
-from routebook.server.serving import new_name
 
 router = APIRouter(route_class=JSONRoute)
 _VLLM_PREFIX = "generate-tokens-"
@@ -41,14 +40,8 @@ async def generate(body: GenerateRequest, request: Request, serving: Served) -> 
         serving.most_new_tokens(len(body.token_ids)),
         wants_rows(serving, body.return_routed_experts, frames),
     )
-    job = Job(
-        name=body.request_id or new_name(),
-        prompts=[JobPrompt(token_ids=body.token_ids, params=params)],
-        cache_salt=body.cache_salt or "",
-        stream=stream,
-        frames=frames,
-        **stream_usage(body.stream_options),
-    )
+    prompts = [JobPrompt(token_ids=body.token_ids, params=params)]
+    job = make_job(body, prompts, frames=frames)
     form = GenerateForm(job, serving.model_name, rows_field(body, stream), serving.texts)
     form.output_mode = body.output_mode
     form.return_token_ids = bool(body.return_token_ids)
@@ -70,18 +63,10 @@ def _sampling_params(
     given = body.sampling_params
     start = given.routed_experts_prompt_start
     return SamplingParams(
-        n=given.n,
+        **common_sampling(given),
         max_tokens=most_new_tokens if given.max_tokens is None else given.max_tokens,
-        temperature=given.temperature,
-        top_p=given.top_p,
-        top_k=0 if given.top_k == -1 else given.top_k,
-        min_p=given.min_p,
         seed=given.seed,
-        stop=stop_texts(given.stop),
-        stop_token_ids=tuple(given.stop_token_ids or ()),
         include_stop_text=given.include_stop_str_in_output,
-        skip_special_tokens=given.skip_special_tokens,
-        ignore_eos=given.ignore_eos,
         logprobs=given.logprobs,
         routed_experts=wants_routed_experts,
         routed_experts_prompt_start=body.routed_experts_prompt_start if start is None else start,

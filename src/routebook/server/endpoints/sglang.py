@@ -11,8 +11,8 @@ from routebook.errors import RequestError
 from routebook.routes.formats import get_format
 from routebook.server.endpoints.common import (
     Served,
+    common_sampling,
     ok,
-    stop_texts,
     wants_frames,
     wants_rows,
 )
@@ -58,18 +58,10 @@ async def _prompt(
 def _sampling_params(body: SGLangRequest, most_new_tokens: int, wants: bool) -> SamplingParams:
     given = body.sampling_params
     return SamplingParams(
-        n=given.n,
+        **common_sampling(given),
         max_tokens=most_new_tokens if given.max_new_tokens is None else given.max_new_tokens,
-        temperature=given.temperature,
-        top_p=given.top_p,
-        top_k=0 if given.top_k == -1 else given.top_k,
-        min_p=given.min_p,
         seed=given.sampling_seed,
-        stop=stop_texts(given.stop),
-        stop_token_ids=tuple(given.stop_token_ids or ()),
         include_stop_text=given.no_stop_trim,
-        skip_special_tokens=given.skip_special_tokens,
-        ignore_eos=given.ignore_eos,
         logprobs=body.top_logprobs_num if body.return_logprob else None,
         routed_experts=wants,
         routed_experts_prompt_start=body.routed_experts_start_len,

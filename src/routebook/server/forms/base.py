@@ -97,6 +97,24 @@ class Form(ABC):
         }
 
 
+class OnePromptForm(Form):
+    """A form whose answers, and first events, may repeat the prompt's token ids."""
+
+    return_token_ids = False
+    _is_first = True
+
+    def _prompt_fields(self) -> dict[str, Any]:
+        if not self.return_token_ids:
+            return {}
+        return {"prompt_token_ids": self.job.prompts[0].token_ids}
+
+    def _first_fields(self) -> dict[str, Any]:
+        """The same for an event: of a stream only the first one has them."""
+        first = self._prompt_fields() if self._is_first else {}
+        self._is_first = False
+        return first
+
+
 def usage(num_prompt_tokens: int, num_completion_tokens: int) -> dict[str, int]:
     """Numbers of tokens, in OpenAI's shape."""
     return {

@@ -6,18 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from routebook.engine.step import TokenLogprobs
-from routebook.server.forms.base import Form, Part
+from routebook.server.forms.base import OnePromptForm, Part
 from routebook.server.json_body import Spliced
 from routebook.server.token_texts import TokenTexts, as_json_number
 
 
-class ChatForm(Form):
+class ChatForm(OnePromptForm):
     """Messages, in OpenAI's shape of chat completions."""
 
     id_prefix = "chatcmpl-"
-    return_token_ids = False
     num_likeliest = 0
-    _is_first = True
 
     def answer(self, choices: Sequence[Spliced]) -> dict[str, Any]:
         """See :meth:`Form.answer`."""
@@ -32,21 +30,14 @@ class ChatForm(Form):
         }
 
     def _event(self, choices: list[Any]) -> dict[str, Any]:
-        first = self._prompt_fields() if self._is_first else {}
-        self._is_first = False
         return {
             "id": self.id,
             "object": "chat.completion.chunk",
             "created": self.created,
             "model": self.model_name,
             "choices": choices,
-            **first,
+            **self._first_fields(),
         }
-
-    def _prompt_fields(self) -> dict[str, Any]:
-        if not self.return_token_ids:
-            return {}
-        return {"prompt_token_ids": self.job.prompts[0].token_ids}
 
     def _choice(self, index: int, prompt_index: int, part: Part, *, whole: bool) -> dict[str, Any]:
         is_first = self.num_completion_tokens[index] == len(part.token_ids)

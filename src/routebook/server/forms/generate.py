@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from routebook.server.forms.base import Form, Part
+from routebook.server.forms.base import OnePromptForm, Part
 from routebook.server.forms.chat import chat_logprobs
 from routebook.server.json_body import Spliced
 from routebook.server.token_texts import as_json_number, rank_of, sampled_first
 
 
-class GenerateForm(Form):
+class GenerateForm(OnePromptForm):
     """Token ids, and the text if it was asked for."""
 
     output_mode = "tokens"
-    return_token_ids = False
-    _is_first = True
 
     def answer(self, choices: Sequence[Spliced]) -> dict[str, Any]:
         """See :meth:`Form.answer`."""
@@ -31,19 +29,12 @@ class GenerateForm(Form):
         }
 
     def _event(self, choices: list[Any]) -> dict[str, Any]:
-        first = self._prompt_fields() if self._is_first else {}
-        self._is_first = False
         return {
             "request_id": self.id,
             "output_mode": self.output_mode,
             "choices": choices,
-            **first,
+            **self._first_fields(),
         }
-
-    def _prompt_fields(self) -> dict[str, Any]:
-        if not self.return_token_ids:
-            return {}
-        return {"prompt_token_ids": self.job.prompts[0].token_ids}
 
     def _choice(self, index: int, prompt_index: int, part: Part, *, whole: bool) -> dict[str, Any]:
         text = {"text": part.text} if self.output_mode == "text" else {}
