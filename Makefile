@@ -6,7 +6,7 @@ READY := .venv/.ready
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 
-.PHONY: megatron demo test lint unit soak format models benchmark clean
+.PHONY: megatron trl demo test lint unit soak format models benchmark clean
 
 demo: $(READY)
 	$(BIN)/routebook demo --out runs/demo.routes
@@ -44,9 +44,13 @@ benchmark: $(READY)
 
 # The bridge to megatron-core and the chain of verl, each in an environment of its own under build/peers.
 megatron: $(READY)
-	tests/replay/megatron/run.sh megatron-0.16.1
-	tests/replay/megatron/run.sh megatron-0.19.2
-	tests/replay/megatron/run.sh verifiers
+	tests/replay/peer.sh megatron-0.16.1
+	tests/replay/peer.sh megatron-0.19.2
+	tests/replay/peer.sh verifiers
+
+# R3 in TRL's GRPOTrainer, likewise.
+trl: $(READY)
+	tests/replay/peer.sh trl
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

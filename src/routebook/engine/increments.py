@@ -19,7 +19,7 @@ from routebook.engine.step import TokenLogprobs
 from routebook.ledger import Ledger
 from routebook.ledger.base import RowRange
 from routebook.routes import RoutedExperts, RouteSchema
-from routebook.routes.provenance import Origin
+from routebook.routes.provenance import ABSENT
 from routebook.routes.token_hash import Hashes, token_hashes
 
 
@@ -165,6 +165,6 @@ class CompletionStream:
 
 def _digest(rows: RowRange, num_rows: int) -> bytes | None:
     """Tells the first rows from others; None if one of them is absent."""
-    if (rows.origin_T[:num_rows] == Origin.ABSENT).any():
+    if (rows.origin_T[:num_rows] == ABSENT).any():
         return None
     return blake2b(rows.ids_TLK[:num_rows].tobytes(), digest_size=32).digest()

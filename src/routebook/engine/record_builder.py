@@ -7,7 +7,7 @@ import numpy as np
 from routebook.engine.request import Request
 from routebook.ledger.base import Ledger, RowRange
 from routebook.routes import RoutedExperts, RouteSchema
-from routebook.routes.provenance import Origin, provenance_of_rows, rows_of_provenance
+from routebook.routes.provenance import ABSENT, provenance_of_rows, rows_of_provenance
 from routebook.routes.token_hash import Hashes
 
 
@@ -64,7 +64,7 @@ def join_rows(
         schema=schema,
         ids_TLK=rows.ids_TLK,
         start=rows.start,
-        valid_T=rows.origin_T != Origin.ABSENT,
+        valid_T=rows.origin_T != ABSENT,
         provenance=provenance_of_rows(rows.origin_T, rows.version_T, rows.start),
         prefix_hash=prefix_hash,
         token_hash_T=token_hash_T,

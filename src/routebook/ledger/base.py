@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from routebook.errors import LedgerError
-from routebook.routes.provenance import Origin, Provenance, provenance_of_rows
+from routebook.routes.provenance import ABSENT, Provenance, provenance_of_rows
 from routebook.routes.schema import RouteSchema
 
 RouteIds = npt.NDArray[np.unsignedinteger]
@@ -128,7 +128,7 @@ class RowRange:
     def clear_absent(self, absent: int) -> None:
         """Let absent rows hold `absent` and version 0, whatever was read there."""
         if not self.origin_T.all():
-            absent_T = self.origin_T == Origin.ABSENT
+            absent_T = self.origin_T == ABSENT
             self.ids_TLK[absent_T] = absent
             self.version_T[absent_T] = 0
 

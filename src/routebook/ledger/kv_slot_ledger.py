@@ -41,7 +41,7 @@ from routebook.ledger.spans import Index
 from routebook.ledger.step_ledger import StepLedger
 from routebook.ledger.step_log import LoggedSteps
 from routebook.ledger.step_segments import StepSegments, run_origins
-from routebook.routes.provenance import Origin
+from routebook.routes.provenance import ABSENT, Origin
 from routebook.routes.schema import RouteSchema
 
 
@@ -420,7 +420,7 @@ class KVSlotLedger(StepLedger):
         num_hits = int(self._tables.hits_N[row]) - first
         if num_hits > 0:
             shared_T = origin_T[: num_hits * self.block_size]
-            shared_T[shared_T != Origin.ABSENT] = Origin.PREFIX_CACHE
+            shared_T[shared_T != ABSENT] = Origin.PREFIX_CACHE
         return ids_TLK, origin_T, version_T
 
     def _lacking(self, row: int) -> list[tuple[int, int]]:

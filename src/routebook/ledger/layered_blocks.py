@@ -15,7 +15,7 @@ from routebook.ledger.block_layers import BlockLayers, Layer
 from routebook.ledger.chunk_table import NONE, ChunkTable
 from routebook.ledger.recompute import EARLIEST
 from routebook.ledger.row_pool import RowPool
-from routebook.routes.provenance import Origin
+from routebook.routes.provenance import ABSENT, Origin
 
 Dropped = list[tuple[int, Layer]]
 """Block and layer that a request has no more; the reference is the caller's to give up."""
@@ -103,8 +103,8 @@ class LayeredBlocks:
         origin_DB = origin.reshape(depth, size)
         for d, layer in enumerate(layers.layers):
             if layer.shared:
-                origin_DB[d, origin_DB[d] != Origin.ABSENT] = Origin.PREFIX_CACHE
-        present_DB = origin_DB != Origin.ABSENT
+                origin_DB[d, origin_DB[d] != ABSENT] = Origin.PREFIX_CACHE
+        present_DB = origin_DB != ABSENT
         first_B, at = present_DB.argmax(axis=0), np.arange(size)
         origin_B = origin_DB[first_B, at]
         if self._recompute != EARLIEST:

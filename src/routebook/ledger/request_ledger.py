@@ -43,7 +43,7 @@ from routebook.ledger.spans import Index
 from routebook.ledger.step_ledger import StepLedger
 from routebook.ledger.step_log import LoggedSteps
 from routebook.ledger.step_segments import StepSegments, run_origins
-from routebook.routes.provenance import Origin
+from routebook.routes.provenance import ABSENT, Origin
 from routebook.routes.schema import RouteSchema
 
 
@@ -156,7 +156,7 @@ class RequestLedger(StepLedger):
         own_C = table.own_NM[row, first:last]
         if missing := last - first - len(own_C):
             own_C = np.pad(own_C, (0, missing), constant_values=NONE)
-        if row in table.sharers:
+        if row in table.sharers and (table.shared_NM[row, first:last] != NONE).any():
             ids_TLK, origin_T, version_T = self._read_shared(row, first, own_C)
         else:
             ids_TLK, origin_T, version_T = self._pool.read(own_C)
@@ -384,7 +384,7 @@ class RequestLedger(StepLedger):
             chunks_C[block - first], origin_C[block - first] = chunk, origin
         ids_TLK, origin_T, version_T = self._pool.read(chunks_C)
         told_T = np.repeat(origin_C, size)
-        np.copyto(origin_T, told_T, where=(told_T != 0) & (origin_T != Origin.ABSENT))
+        np.copyto(origin_T, told_T, where=(told_T != 0) & (origin_T != ABSENT))
         for block in layered:
             if block not in whole:
                 part = slice((block - first) * size, (block - first + 1) * size)

@@ -16,7 +16,7 @@ from routebook.ledger.base import RouteIds
 from routebook.ledger.free_extents import FreeExtents
 from routebook.ledger.row_array import RowArray
 from routebook.ledger.spans import Index, breaks, spans
-from routebook.routes.provenance import Origin
+from routebook.routes.provenance import ABSENT, Origin
 from routebook.routes.schema import RouteSchema
 
 _MISSING = 2**31 - 1
@@ -67,7 +67,7 @@ class RowPool:
         for start, length in self.free.take(count, after + 1 if after >= 0 else None):
             stop = start + length
             self.refs_C[start:stop] = 1
-            self._origin_CB[start:stop] = Origin.ABSENT
+            self._origin_CB[start:stop] = ABSENT
             chunks.append(np.arange(start, stop))
         return chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
 
@@ -76,7 +76,7 @@ class RowPool:
         self._have(1)
         ((chunk, _),) = self.free.take(1, after + 1 if after >= 0 else None)
         self.refs_C[chunk] = 1
-        self._origin_CB[chunk] = Origin.ABSENT
+        self._origin_CB[chunk] = ABSENT
         return chunk
 
     def allocate_each(self, counts: Sequence[int], after: Sequence[int]) -> Index:
@@ -97,7 +97,7 @@ class RowPool:
             before = np.cumsum(lengths) - lengths
             chunks_C = np.repeat(starts - before, lengths) + np.arange(lengths.sum())
         self.refs_C[chunks_C] = 1
-        self._origin_CB[chunks_C] = Origin.ABSENT
+        self._origin_CB[chunks_C] = ABSENT
         return chunks_C
 
     def retain(self, chunks_C: Index) -> None:
@@ -119,14 +119,12 @@ class RowPool:
 
     def present(self, rows_T: Index) -> npt.NDArray[np.bool_]:
         """Which of these rows hold something, bool `[T]`."""
-        present_T: npt.NDArray[np.bool_] = self._origin_CB.reshape(-1)[rows_T] != Origin.ABSENT
+        present_T: npt.NDArray[np.bool_] = self._origin_CB.reshape(-1)[rows_T] != ABSENT
         return present_T
 
     def complete(self, chunks_C: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
         """Which of these chunks have no absent row, bool `[C]`."""
-        complete_C: npt.NDArray[np.bool_] = np.all(
-            self._origin_CB[chunks_C] != Origin.ABSENT, axis=1
-        )
+        complete_C: npt.NDArray[np.bool_] = np.all(self._origin_CB[chunks_C] != ABSENT, axis=1)
         return complete_C
 
     def blank(self, chunks_C: npt.NDArray[np.integer]) -> bool:
@@ -197,7 +195,7 @@ class RowPool:
         origin_CB = self._origin_CB.take(chunks_C, axis=0, mode="clip")
         version_CB = self._version_CB.take(chunks_C, axis=0, mode="clip")
         if missing:
-            origin_CB[chunks_C < 0] = Origin.ABSENT
+            origin_CB[chunks_C < 0] = ABSENT
         return ids_TLK, origin_CB.reshape(-1), version_CB.reshape(-1)
 
     def check(self, expected_refs_C: npt.NDArray[np.int64]) -> None:

@@ -30,7 +30,7 @@ from routebook.errors import IntegrityError
 from routebook.ledger.base import RouteIds
 from routebook.ledger.row_array import RowArray
 from routebook.ledger.spans import Index
-from routebook.routes.provenance import Origin
+from routebook.routes.provenance import ABSENT, Origin
 from routebook.routes.schema import RouteSchema
 
 NO_LEASE = -1
@@ -210,7 +210,7 @@ class RoutedExpertsManager:
         # Only a slot that was never written has the tag NO_LEASE, and its origin is ABSENT.
         origin_MB = self._origin_PB.take(blocks_M, axis=0, mode="clip")
         if not proven_MB.all():
-            origin_MB[~proven_MB] = Origin.ABSENT
+            origin_MB[~proven_MB] = ABSENT
         version_MB = self._version_PB.take(blocks_M, axis=0, mode="clip")
         return self._ids.take_blocks(blocks_M), origin_MB.reshape(-1), version_MB.reshape(-1)
 
@@ -225,7 +225,7 @@ class RoutedExpertsManager:
         right_S = block_of(lease_S) == block_S
         right_S &= lease_S <= self.lease_P[block_S]
         right_S &= self._position_PB[block_S, offset_S] % self.block_size == offset_S
-        right_S &= self._origin_PB[block_S, offset_S] != Origin.ABSENT
+        right_S &= self._origin_PB[block_S, offset_S] != ABSENT
         if not right_S.all():
             wrong = int(np.flatnonzero(~right_S)[0])
             at = int(block_S[wrong]), int(offset_S[wrong])

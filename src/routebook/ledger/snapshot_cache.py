@@ -24,7 +24,7 @@ from routebook.errors import IntegrityError
 from routebook.ledger.base import RowRange
 from routebook.ledger.recompute import LATEST, Mask, goes_before
 from routebook.ledger.spans import Index
-from routebook.routes.provenance import Origin
+from routebook.routes.provenance import ABSENT, Origin
 from routebook.routes.schema import RouteSchema
 
 
@@ -56,7 +56,7 @@ class Entry:
         self.reach(rows.start + len(rows.origin_T))
         part = slice(rows.start, rows.start + len(rows.origin_T))
         origin_T, run_T = self.data.origin_T[part], self.run_T[part]
-        came_T, held_T = rows.origin_T != Origin.ABSENT, origin_T != Origin.ABSENT
+        came_T, held_T = rows.origin_T != ABSENT, origin_T != ABSENT
         take_T = came_T & (~held_T | _is_chosen(recompute, run, rows.origin_T, run_T, origin_T))
         if recompute == LATEST:
             told_T = rows.origin_T.copy()
@@ -84,7 +84,7 @@ class Entry:
         origin_B, run_B = self.data.origin_T[part], self.run_T[part]
         comes = Origin.PREFILL if note.own else Origin.PREFIX_CACHE
         comes_B = np.full(len(origin_B), comes, np.uint8)
-        final_B = origin_B != Origin.ABSENT
+        final_B = origin_B != ABSENT
         final_B &= ~_is_chosen(recompute, note.run, comes_B, run_B, origin_B)
         return len(final_B) == block_size and bool(final_B.all())
 
@@ -181,10 +181,8 @@ class RoutedExpertsCache:
             origin_T=kept.origin_T[start:stop],
             version_T=kept.version_T[start:stop],
         )
-        origin_T, held_T = rows.origin_T[part], kept.origin_T != Origin.ABSENT
-        take_T = held_T & (
-            (origin_T == Origin.ABSENT) | goes_before(self.recompute, kept_run_T, run)
-        )
+        origin_T, held_T = rows.origin_T[part], kept.origin_T != ABSENT
+        take_T = held_T & ((origin_T == ABSENT) | goes_before(self.recompute, kept_run_T, run))
         if self.recompute == LATEST:
             origin_T[held_T & _is_own(origin_T)] = Origin.RECOMPUTED
         _copy(kept, rows, take_T, part)
@@ -261,7 +259,7 @@ def _is_chosen(
 
 
 def _as_shared(rows: RowRange) -> RowRange:
-    present_T = rows.origin_T != Origin.ABSENT
+    present_T = rows.origin_T != ABSENT
     origin_T = np.where(present_T, Origin.PREFIX_CACHE, Origin.ABSENT).astype(np.uint8)
     return RowRange(
         start=rows.start, ids_TLK=rows.ids_TLK, origin_T=origin_T, version_T=rows.version_T

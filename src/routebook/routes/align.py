@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from routebook.errors import SchemaMismatchError, SpanError, TokenMismatchError
-from routebook.routes.provenance import Origin, rows_of_provenance
+from routebook.routes.provenance import ABSENT, rows_of_provenance
 from routebook.routes.record import RoutedExperts, RouteIds
 from routebook.routes.token_hash import TokenIds, as_token_ids, token_hashes
 
@@ -195,7 +195,7 @@ class _Rows:
         """Take the rows of `record` that are still absent."""
         span = slice(record.start, record.stop)
         origin_T, version_T = rows_of_provenance(record.provenance, record.start, record.num_rows)
-        taken_T = record.valid_T & (self.origin_N[span] == Origin.ABSENT)
+        taken_T = record.valid_T & (self.origin_N[span] == ABSENT)
         self.ids_NLK[span][taken_T] = record.ids_TLK[taken_T]
         self.origin_N[span][taken_T] = origin_T[taken_T]
         self.version_N[span][taken_T] = version_T[taken_T]

@@ -28,6 +28,10 @@ class Origin(IntEnum):
     """Computed by a later run of a preempted request, in place of a row that an earlier run had."""
 
 
+ABSENT = int(Origin.ABSENT)
+"""The same as a plain number: numpy asks the class of an enum for a dozen attributes at every comparison."""
+
+
 @dataclass(frozen=True, slots=True)
 class Provenance:
     """Rows `[start, stop)` share one origin and one version of the weights."""
@@ -52,12 +56,14 @@ def provenance_of_rows(
     """
     if not len(origin_T):
         return ()
-    changes = np.flatnonzero((np.diff(origin_T) != 0) | (np.diff(version_T) != 0)) + 1
-    edges = [0, *changes.tolist(), len(origin_T)]
+    edges = [0, len(origin_T)]
+    if len(origin_T) > 1:
+        changes = np.flatnonzero((np.diff(origin_T) != 0) | (np.diff(version_T) != 0)) + 1
+        edges[1:1] = changes.tolist()
     return tuple(
         Provenance(start + a, start + b, int(version_T[a]), Origin(int(origin_T[a])))
         for a, b in pairwise(edges)
-        if origin_T[a] != Origin.ABSENT
+        if origin_T[a] != ABSENT
     )
 
 

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from routebook.errors import RecordError, SchemaMismatchError, SpanError, TokenMismatchError
 from routebook.routes.provenance import (
+    ABSENT,
     Origin,
     Provenance,
     clip_provenance,
@@ -127,7 +128,7 @@ class RoutedExperts:
             schema=schema,
             ids_TLK=ids_TLK,
             start=start,
-            valid_T=origin_T != Origin.ABSENT,
+            valid_T=origin_T != ABSENT,
             provenance=provenance_of_rows(origin_T, versions_T, start),
             prefix_hash=int(hashes_T[start - 1]) if start else 0,
             token_hash_T=hashes_T[start:],
@@ -391,8 +392,12 @@ class RoutedExperts:
                 f"provenance {spans[0]} .. {spans[-1]} leaves the record's positions "
                 f"[{self.start}, {self.stop})"
             )
+        # The usual case needs no array of origins: each row of a stream is a record.
+        covers_all = len(spans) == 1 and spans[0].stop - spans[0].start == self.num_rows
+        if covers_all and self.valid_T.all():
+            return
         origin_T, _ = rows_of_provenance(spans, self.start, self.num_rows)
-        wrong_T = (origin_T != Origin.ABSENT) != self.valid_T
+        wrong_T = (origin_T != ABSENT) != self.valid_T
         if wrong_T.any():
             row = int(np.flatnonzero(wrong_T)[0])
             said = "valid, but no provenance" if self.valid_T[row] else "absent, but a provenance"

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from routebook.server.disconnect import wait_for_disconnect
 
-_PIECE_NBYTES = 256 * 1024
+_PIECE_NBYTES = 128 * 1024
 
 
 class PiecesResponse(Response):

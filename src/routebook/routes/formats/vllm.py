@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import re
 import struct
+from functools import lru_cache
 from itertools import chain
 from typing import Any
 
@@ -107,6 +108,7 @@ def from_vllm(
     return VLLMFormat().decode(text, schema, token_ids, start, weight_version=weight_version)
 
 
+@lru_cache(maxsize=256)
 def _header_bytes(dtype: np.dtype[Any], shape: tuple[int, int, int]) -> bytes:
     """What `np.save` writes before the array."""
     file = io.BytesIO()

@@ -1,13 +1,15 @@
 #!/bin/sh
-# Makes an environment with one peer in it, and runs this folder's tests there.
+# Makes an environment with one peer in it, and runs the tests that need it there.
 #
-#   tests/replay/megatron/run.sh megatron-0.19.2 | megatron-0.16.1 | verifiers
+#   tests/replay/peer.sh megatron-0.19.2 | megatron-0.16.1 | verifiers | trl
 #
 # The environment borrows the packages of .venv and adds to them; it lies in $PEERS (default: build/peers) and is kept.
 set -eu
 peer=$1
-cd "$(dirname "$0")/../../.."
+tests=tests/replay/megatron
+cd "$(dirname "$0")/../.."
 home=${PEERS:-build/peers}/$peer
+test "$peer" != trl || tests=tests/replay/trl
 verl_imports="ray tensordict<=0.10 codetiming hydra-core cachetools torchdata datasets uvicorn fastapi
     pybind11 peft dill wandb pylatexenc tensorboard"
 
@@ -28,6 +30,7 @@ if [ ! -e "$home/ready" ]; then
         install --no-deps triton
         ;;
     verifiers) install verifiers==0.4.0 ;;
+    trl) install trl==1.16.0 datasets ;;
     *) echo "unknown peer $peer" >&2; exit 2 ;;
     esac
     case $peer in
@@ -40,4 +43,4 @@ if [ ! -e "$home/ready" ]; then
     esac
     touch "$home/ready"
 fi
-OMP_NUM_THREADS=1 PYTHONPATH=src:. exec "$home/bin/python" -m pytest tests/replay/megatron
+OMP_NUM_THREADS=1 PYTHONPATH=src:. exec "$home/bin/python" -m pytest "$tests"
