@@ -1,15 +1,14 @@
 #!/bin/sh
-# Makes an environment with one peer in it, and runs the tests that need it there.
+# Makes an environment with one peer in it, and runs the tests that need it there, or python with other arguments.
 #
-#   tests/replay/peer.sh megatron-0.19.2 | megatron-0.16.1 | verifiers | trl
+#   tests/replay/peer.sh megatron-0.19.2 | megatron-0.16.1 | verifiers | trl [ARGUMENTS OF PYTHON]
 #
 # The environment borrows the packages of .venv and adds to them; it lies in $PEERS (default: build/peers) and is kept.
 set -eu
 peer=$1
-tests=tests/replay/megatron
+shift
 cd "$(dirname "$0")/../.."
 home=${PEERS:-build/peers}/$peer
-test "$peer" != trl || tests=tests/replay/trl
 verl_imports="ray tensordict<=0.10 codetiming hydra-core cachetools torchdata datasets uvicorn fastapi
     pybind11 peft dill wandb pylatexenc tensorboard"
 
@@ -30,7 +29,7 @@ if [ ! -e "$home/ready" ]; then
         install --no-deps triton
         ;;
     verifiers) install verifiers==0.4.0 ;;
-    trl) install trl==1.16.0 datasets ;;
+    trl) install trl==1.16.0 datasets matplotlib ;;
     *) echo "unknown peer $peer" >&2; exit 2 ;;
     esac
     case $peer in
@@ -43,4 +42,10 @@ if [ ! -e "$home/ready" ]; then
     esac
     touch "$home/ready"
 fi
-OMP_NUM_THREADS=1 PYTHONPATH=src:. exec "$home/bin/python" -m pytest "$tests"
+if [ $# = 0 ]; then
+    case $peer in
+    trl) set -- -m pytest tests/replay/trl tests/examples ;;
+    *) set -- -m pytest tests/replay/megatron ;;
+    esac
+fi
+OMP_NUM_THREADS=1 PYTHONPATH=src:. exec "$home/bin/python" "$@"
