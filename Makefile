@@ -6,7 +6,7 @@ READY := .venv/.ready
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 
-.PHONY: megatron trl demo test lint unit soak format models benchmark clean
+.PHONY: megatron trl vllm miniature demo test lint unit soak format models benchmark clean
 
 demo: $(READY)
 	$(BIN)/routebook demo --out runs/demo.routes
@@ -48,9 +48,18 @@ megatron: $(READY)
 	tests/replay/peer.sh megatron-0.19.2
 	tests/replay/peer.sh verifiers
 
-# R3 in TRL's GRPOTrainer, likewise.
+# R3 in TRL's GRPOTrainer, and the example on top of it, likewise.
 trl: $(READY)
 	tests/replay/peer.sh trl
+
+# Rows inside vLLM against plain transformers, in an environment for each release; an hour or more.
+vllm: $(READY)
+	tests/hosts/vllm/run.sh 0.27.1
+	tests/hosts/vllm/run.sh 0.32.0
+
+# GRPO with and without R3, in small; see docs/miniature.md.
+miniature: $(READY)
+	tests/replay/peer.sh trl -m examples.grpo_arithmetic --short
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -8,7 +8,7 @@ from tests.module_table import PAGE, ROOT, page
 
 PAGES = (
     *("README.md", "ARCHITECTURE.md", "CHANGELOG.md", "training/README.md"),
-    *("docs/speed.md", "docs/server.md", "docs/replay.md", "docs/megatron.md"),
+    *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")),
 )
 
 

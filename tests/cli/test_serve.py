@@ -47,7 +47,7 @@ def test_a_server_flag_reaches_the_server(run, served, name):
     text, value = SERVER[name]
     flag = "--" + name.replace("_", "-")
     assert run("serve", "tiny", flag, *([] if text is None else [text])).status == 0
-    process = EngineConfig.from_options(executor="process")
+    process = EngineConfig.from_options(executor="process", max_steps_in_flight=2)
     assert served == [("tiny", process, ServerConfig(**{name: value}))]
     assert value != getattr(ServerConfig(), name)
 
@@ -55,8 +55,11 @@ def test_a_server_flag_reaches_the_server(run, served, name):
 @pytest.mark.parametrize(
     ("flags", "options"),
     [
-        ([], {"executor": "process"}),
-        (["--executor", "inline", "--block-size", "8"], {"executor": "inline", "block_size": 8}),
+        ([], {"executor": "process", "max_steps_in_flight": 2}),
+        (
+            ["--executor", "inline", "--max-steps-in-flight", "1", "--block-size", "8"],
+            {"executor": "inline", "block_size": 8},
+        ),
     ],
 )
 def test_engine_flags_reach_the_engine(run, served, flags, options):

@@ -19,7 +19,8 @@ from routebook.server.config import ServerConfig
 
 _CONFIGS = (ModelConfig, CacheConfig, SchedulerConfig, ExecutorConfig)
 _DESCRIPTION = """Serve a mixture-of-experts model over HTTP, with the endpoints of vLLM, OpenAI and SGLang that
-trainers call. The model runs in a process of its own unless --executor says otherwise."""
+trainers call. The model runs in a process of its own unless --executor says otherwise, and two steps are under way
+unless --max-steps-in-flight does."""
 
 
 def add_parser(commands: Any) -> None:
@@ -39,8 +40,10 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal ends it."""
     config = ServerConfig(**take_options(arguments, ServerConfig))
-    # The model's own threads would take turns with the event loop in one interpreter.
-    options: dict[str, Any] = {"executor": "process"}
+    # The model's own threads would take turns with the event loop in one interpreter. With a second step under way the
+    # worker goes on while this process hands out the first one's results, so that what one client asks for, rows to
+    # encode say, is not in the way of the others.
+    options: dict[str, Any] = {"executor": "process", "max_steps_in_flight": 2}
     for kind in _CONFIGS:
         options |= take_options(arguments, kind)
     engine_config = EngineConfig.from_options(**options)

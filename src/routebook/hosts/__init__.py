@@ -1,0 +1,1 @@
+"""Capture and ledger inside inference engines that are not ours."""
