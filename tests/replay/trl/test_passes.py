@@ -10,13 +10,17 @@ import numpy as np
 import pytest
 import torch
 
+from routebook.routes import RoutedExperts
 from tests.replay.trl.runs import (
     EOS,
     PROSE,
+    SCHEMA,
     Dataset,
     R3GRPOTrainer,
     ReplayConfig,
+    RouteBook,
     Scripted,
+    foreign_rows,
     logged,
     make,
     sorted_rows,
@@ -158,6 +162,24 @@ def test_masked_completions_have_no_routes_and_no_part(tmp_path):
                 num_masked += 1
     assert 0 < num_masked < 12
     assert logged(trainer, "replay/sequences") == [1.0] * 3
+
+
+def test_what_masking_leaves_of_one_sequence_is_not_taken_for_another_whole_one():
+    """The prompt of the second is the first, prompt and completion."""
+    generator = np.random.default_rng(0)
+    tokens = [[5, 6, 7, EOS], [5, 6, 7, EOS, 9]]
+    records = [
+        RoutedExperts.from_rows(SCHEMA, foreign_rows(len(ids) - 1, generator), ids)
+        for ids in tokens
+    ]
+    book = RouteBook(SCHEMA, refuses_absent=True, masks_truncated=True)
+    book.replace([[5, 6], [5, 6, 7, EOS]], [[7, EOS], [9]], records)
+    left = np.array([5, 6, 7, EOS], np.int32)
+    book.check_order([left, left])
+    first, second = book.find([left, left], None)
+    assert first is not None
+    assert first.record is records[0]
+    assert second is None
 
 
 def test_only_the_last_generation_is_held(tmp_path):

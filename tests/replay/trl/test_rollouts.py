@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from routebook import LLM
@@ -210,6 +211,63 @@ def test_the_engine_has_the_weights_of_the_step_that_it_samples_for(tmp_path):
     trainer.train()
     assert rollouts.versions[7] == {5}
     assert all(rollouts.is_equal)
+
+
+def evaluated(rollouts: Watching, trainer: Any) -> bool:
+    """Whether the engine had the trainer's weights in an evaluation."""
+    trainer.evaluate()
+    return rollouts.is_equal[-1]
+
+
+def test_each_trainer_of_one_engine_samples_from_its_own_weights(tmp_path):
+    rollouts = Watching(LLM("tiny", dtype="bfloat16"))
+    more = {"eval_dataset": Dataset.from_dict({"prompt": PROSE[:1]})}
+    first = make(tmp_path, rollouts, **more)
+    assert evaluated(rollouts, first)
+    second = make(tmp_path, rollouts, **more)
+    with torch.no_grad():
+        second.model.lm_head.weight.mul_(1.5)
+    assert evaluated(rollouts, second)
+    assert evaluated(rollouts, first)
+    # Written in place, between two generations and without a step.
+    first.model.load_state_dict(second.model.state_dict())
+    assert evaluated(rollouts, first)
+
+
+def test_the_best_weights_loaded_at_the_end_reach_the_engine(tmp_path):
+    rollouts = Watching(LLM("tiny", dtype="bfloat16"))
+    trainer = make(
+        tmp_path,
+        rollouts,
+        max_steps=2,
+        learning_rate=1e-2,
+        eval_dataset=Dataset.from_dict({"prompt": PROSE[:1]}),
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_reward",
+        greater_is_better=False,
+    )
+    trainer.train()
+    assert evaluated(rollouts, trainer)
+
+
+def test_rows_of_other_weights_than_a_rollout_function_says_are_refused(tmp_path):
+    def change(output: dict[str, Any]) -> None:
+        output["weight_version"] = 7
+
+    with pytest.raises(ReplayError, match="completion 0 has rows of weight versions"):
+        make(tmp_path, Changed(change)).train()
+
+
+def test_an_empty_completion_is_named(tmp_path):
+    def change(output: dict[str, Any]) -> None:
+        output["completion_ids"][2] = []
+
+    with pytest.raises(RecordError, match="completion 2 of the generation has no token"):
+        make(tmp_path, Changed(change)).train()
 
 
 def test_weights_that_somebody_else_changes_are_noticed(tmp_path):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class EngineRollouts:
     """A rollout function: completions by an :class:`routebook.LLM`, which first gets the trainer's weights.
 
-    Weights are handed over before the first generation and before each that follows an optimizer step; the engine
+    Weights are handed over before the first generation and before each after which they may have changed; the engine
     casts them to its own number format. Sampling options are those of the `GRPOConfig`. With a temperature other than 1
     no log-probabilities are given, because the engine's are those of the unmodified logits: gaps are not measured then.
 
@@ -29,7 +29,7 @@ class EngineRollouts:
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
-        self._seen_changes: int | None = None
+        self._seen: tuple[Any, ...] | None = None
         self._version = 0
         self._calls = 0
 
@@ -57,10 +57,10 @@ class EngineRollouts:
         return rollout_output(prompt_ids, map(_completion, outputs), self._version)
 
     def _update(self, trainer: Any) -> None:
-        if trainer.num_weight_changes == self._seen_changes:
-            return
-        self._version = self.llm.update_weights(trainer.model.state_dict())
-        self._seen_changes = trainer.num_weight_changes
+        state = trainer.weights_state
+        if state != self._seen:
+            self._version = self.llm.update_weights(trainer.model.state_dict())
+            self._seen = state
 
 
 def _completion(output: Any) -> Completion:

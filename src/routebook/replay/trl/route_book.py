@@ -5,7 +5,7 @@ Legend of shape suffixes: T = tokens of one sequence.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -77,7 +77,7 @@ class RouteBook:
 
         Raises:
             RecordError: another number of records than sequences, or a record of another model, of other tokens, or
-                of more tokens than the sequence has.
+                of more tokens than the sequence has; or a completion without a token.
             ReplayError: a sequence lacks rows and the book refuses that.
         """
         if not len(prompt_ids) == len(completion_ids) == len(records):
@@ -91,7 +91,7 @@ class RouteBook:
                 zip(prompt_ids, completion_ids, records, strict=True)
             )
         ]
-        numbers = defaultdict(list)
+        numbers: defaultdict[bytes, list[int]] = defaultdict(list)
         for number, rollout in enumerate(self.rollouts):
             numbers[rollout.token_ids.tobytes()].append(number)
         self._numbers = dict(numbers)
@@ -112,39 +112,49 @@ class RouteBook:
 
         Args:
             sequences: tokens without padding.
-            numbers: which rollout each of them is, which decides between rollouts of the same tokens. None for
-                sequences in the order of their generation: the k-th of the same tokens is the k-th rollout of them.
+            numbers: which rollout each of them is. None for all of them, in the order of their generation.
 
         Returns:
             One each: without a record where there is none, and None for a prompt whose completion the trainer has
             masked.
 
         Raises:
-            ReplayError: a sequence is none that was rolled out, and the book refuses that; or there are more of the
-                same tokens than were rolled out.
+            ReplayError: a sequence is none that was rolled out, and the book refuses that; or not all are asked for.
         """
         if numbers is None:
-            numbers = self._in_order(sequences)
+            if len(sequences) != len(self.rollouts):
+                raise ReplayError(
+                    f"a pass of a generation has {len(sequences)} sequences, but {len(self.rollouts)} were rolled out"
+                )
+            numbers = range(len(sequences))
         return [self._one(*pair) for pair in zip(sequences, numbers, strict=True)]
 
-    def _in_order(self, sequences: Sequence[Tokens]) -> list[int]:
-        met: Counter[bytes] = Counter()
-        found = []
-        for tokens_T in sequences:
-            numbers, key = self.numbers_of(tokens_T), tokens_T.tobytes()
-            if met[key] >= len(numbers) > 0:
-                raise ReplayError(
-                    f"a pass has more sequences of the same {len(tokens_T)} tokens than the {len(numbers)} that were "
-                    "rolled out"
-                )
-            found.append(numbers[met[key]] if numbers else -1)
-            met[key] += 1
-        return found
+    def check_order(self, sequences: Sequence[Tokens]) -> None:
+        """Refuse sequences that stand where others were rolled out: their numbers would be those of others.
+
+        Raises:
+            ReplayError: naming the first.
+        """
+        for number, tokens_T in enumerate(sequences):
+            numbers = self.numbers_of(tokens_T)
+            if not numbers or number in numbers or self._is_masked(tokens_T, number):
+                continue
+            raise ReplayError(
+                f"sequence {number} of a generation was rolled out as number {numbers[0]}; leave them in their order, "
+                "which tells those of the same tokens apart"
+            )
+
+    def _is_masked(self, tokens_T: Tokens, number: int) -> bool:
+        """Whether this is what the trainer has left of a rollout: its prompt."""
+        if not self.masks_truncated or number >= len(self.rollouts):
+            return False
+        rollout = self.rollouts[number]
+        return np.array_equal(rollout.token_ids[: rollout.num_prompt_tokens], tokens_T)
 
     def _one(self, tokens_T: Tokens, number: int) -> Rollout | None:
         if number in self.numbers_of(tokens_T):
             return self.rollouts[number]
-        if self.masks_truncated and self._is_prompt(tokens_T):
+        if self._is_masked(tokens_T, number):
             return None
         if self.refuses_absent:
             raise ReplayError(
@@ -154,12 +164,6 @@ class RouteBook:
             )
         return Rollout(token_ids=tokens_T, num_prompt_tokens=len(tokens_T), record=None)
 
-    def _is_prompt(self, tokens_T: Tokens) -> bool:
-        return any(
-            np.array_equal(rollout.token_ids[: rollout.num_prompt_tokens], tokens_T)
-            for rollout in self.rollouts
-        )
-
     def _rollout(
         self,
         number: int,
@@ -167,6 +171,8 @@ class RouteBook:
         num_prompt_tokens: int,
         record: RoutedExperts | None,
     ) -> Rollout:
+        if len(token_ids) == num_prompt_tokens:
+            raise RecordError(f"completion {number} of the generation has no token; leave it out")
         tokens_T = as_token_ids(token_ids)
         rollout = Rollout(token_ids=tokens_T, num_prompt_tokens=num_prompt_tokens, record=record)
         if record is not None:

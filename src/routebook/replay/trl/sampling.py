@@ -15,7 +15,7 @@ from routebook.routes import RoutedExperts
 ROUTES = "routed_experts"
 """Key under which a rollout function gives its records."""
 VERSION = "weight_version"
-"""Key under which it may tell the version of the weights that ran."""
+"""Key under which it may tell the version of the weights that ran; then every row must be of it."""
 
 _MOST_SEEDS = 2**63
 
@@ -81,11 +81,11 @@ def rollout_output(
     """What a rollout function returns.
 
     Raises:
-        ReplayError: a completion did not come to its end, or has rows of other weights than `version`.
+        ReplayError: a completion did not come to its end.
     """
     whole = list(completions)
     for number, completion in enumerate(whole):
-        _check_end(number, completion, version)
+        _check_end(number, completion)
     has_logprobs = all(completion.logprobs is not None for completion in whole)
     output: dict[str, Any] = {
         "prompt_ids": prompt_ids,
@@ -96,21 +96,28 @@ def rollout_output(
     return output if version is None else {**output, VERSION: version}
 
 
-def _check_end(number: int, completion: Completion, version: int | None) -> None:
+def _check_end(number: int, completion: Completion) -> None:
     if completion.finish_reason not in ("stop", "length") or not completion.token_ids:
         raise ReplayError(
             f"completion {number} ended with {completion.finish_reason!r} after {len(completion.token_ids)} tokens; "
             "what was not finished is not trained on"
         )
-    record = completion.routed_experts
-    if record is None or version is None:
-        return
-    others = {span.weight_version for span in record.provenance} - {version}
-    if others:
-        raise ReplayError(
-            f"completion {number} has rows of weight versions {sorted(others)}, but the trainer's weights are "
-            f"version {version}; somebody else changes the weights, or keeps prefixes of old ones"
-        )
+
+
+def check_versions(records: Iterable[RoutedExperts | None], version: int) -> None:
+    """Refuse rows that other weights computed than those that a generation says it ran with.
+
+    Raises:
+        ReplayError: naming the completion and the versions.
+    """
+    for number, record in enumerate(records):
+        spans = () if record is None else record.provenance
+        others = {span.weight_version for span in spans} - {version}
+        if others:
+            raise ReplayError(
+                f"completion {number} has rows of weight versions {sorted(others)}, but the trainer's weights are "
+                f"version {version}; somebody else changes the weights, or keeps prefixes of old ones"
+            )
 
 
 def _refuse_unknown(args: Any) -> None:

@@ -61,7 +61,7 @@ class ServerRollouts:
             update_weights = SavedWeights(client, Path(weights_dir))
         self._update_weights = update_weights
         self._max_requests = max_requests
-        self._seen_changes: int | None = None
+        self._seen: tuple[Any, ...] | None = None
         self._version: int | None = None
         self._calls = 0
 
@@ -74,9 +74,10 @@ class ServerRollouts:
         prompt_ids = tokenized(prompts, trainer)
         params = sampling_params(trainer, len(prompt_ids), self._calls)
         self._calls += 1
-        if trainer.num_weight_changes != self._seen_changes:
+        state = trainer.weights_state
+        if state != self._seen:
             self._version = self._update_weights(trainer)
-            self._seen_changes = trainer.num_weight_changes
+            self._seen = state
         with ThreadPoolExecutor(min(self._max_requests, len(prompt_ids))) as pool:
             generations = list(pool.map(self.client.generate, prompt_ids, params))
         return rollout_output(prompt_ids, map(_completion, generations), self._version)

@@ -23,7 +23,7 @@ from routebook.replay.session import RouteSession
 from routebook.replay.trl.config import ReplayConfig
 from routebook.replay.trl.metrics import ReplayMetrics
 from routebook.replay.trl.route_book import Rollout, RouteBook, Tokens
-from routebook.replay.trl.sampling import ROUTES, VERSION
+from routebook.replay.trl.sampling import ROUTES, VERSION, check_versions
 from routebook.routes import RoutedExperts
 
 try:
@@ -85,8 +85,8 @@ class R3GRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     ) -> None:
         _refuse_arguments(rollout_func, kwargs)
         self.replay = replay or ReplayConfig()
-        self.num_weight_changes = 0
-        """How often the weights may have changed since the trainer was made; rollout functions compare it."""
+        self._identity = object()
+        self._num_weight_changes = 0
         self._ask_rollouts = rollout_func
         self._pass: _LossPass | None = None
         self._is_generating = False
@@ -103,6 +103,17 @@ class R3GRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         """Replays in the reference model, if that was asked for."""
         self._books = {} if self.session is None else self._new_books(self.session)
 
+    @property
+    def weights_state(self) -> tuple[Any, ...]:
+        """Another value whenever this trainer's weights may have changed, and never that of another trainer's.
+
+        Rollout functions compare it. Seen are optimizer steps, the begin and end of a training, which may load weights,
+        and whatever else writes parameters or buffers in place or puts others there; not what writes through `.data`.
+        """
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        written = tuple((tensor.data_ptr(), tensor._version) for tensor in tensors)
+        return (self._identity, self._num_weight_changes, written)
+
     def _new_books(self, session: RouteSession) -> dict[str, RouteBook]:
         options = {
             "refuses_absent": self.replay.missing == "error",
@@ -115,6 +126,7 @@ class R3GRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         output = dict(self._ask_rollouts(prompts, trainer))
         records, version = output.pop(ROUTES, None), output.pop(VERSION, None)
         if version is not None:
+            check_versions(records or (), version)
             self._measured[self._mode].add_share("weight_version", version, 1)
         if self.session is None:
             return output
@@ -133,6 +145,8 @@ class R3GRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         finally:
             self._is_generating = False
+        if self.session is not None:
+            self._books[self._mode].check_order(_sequences(*_whole(output)))
         device = output["completion_ids"].device
         output[_NUMBER] = torch.arange(len(output["completion_ids"]), device=device)
         if "old_per_token_logps" in output:
@@ -143,12 +157,25 @@ class R3GRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._num_generations_made += 1
         return output
 
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
+        # A reward function that asks for log-probabilities does so in an order of its own.
+        self._is_generating = False
+        try:
+            return super()._calculate_rewards(*args, **kwargs)
+        finally:
+            self._is_generating = True
+
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
         self._pass = loss_pass = _LossPass(inputs.get(_NUMBER))
         try:
             loss = super()._compute_loss(model, inputs)
         finally:
             self._pass = None
+        if self.session is not None and loss_pass.logps_BC is None:
+            raise ReplayError(
+                "the loss was computed without _get_per_token_logps_and_entropies, where routes are replayed, so it "
+                "ran along the live routers; call that method, or set ReplayConfig(enabled=False)"
+            )
         if loss_pass.logps_BC is not None and "old_per_token_logps" not in inputs:
             self._measure("gap", loss_pass.logps_BC, inputs)
         return loss
@@ -213,8 +240,7 @@ class R3GRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _native_logps(self, output: dict[str, Any]) -> torch.Tensor:
         """The live routers' log-probabilities of a generation."""
-        names = (("prompt_ids", "completion_ids"), ("prompt_mask", "completion_mask"))
-        input_ids, mask = (torch.cat([output[name] for name in pair], dim=1) for pair in names)
+        input_ids, mask = _whole(output)
         size = getattr(self.args, f"per_device_{self._mode}_batch_size")
         checkpointing = self.args.gradient_checkpointing_kwargs
         with torch.no_grad(), disable_gradient_checkpointing(self.model, checkpointing):
@@ -243,16 +269,19 @@ class _LossPass:
 
 
 class _WeightsChange(TrainerCallback):  # type: ignore[misc]
-    """Counts when weights may have changed: by a step, or by a checkpoint that is loaded before training begins."""
+    """Counts when weights may have changed: by a step, or by a checkpoint that is loaded before or after training."""
 
     def __init__(self, trainer: R3GRPOTrainer) -> None:
         self._trainer = trainer
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        self._trainer.num_weight_changes += 1
+        self._trainer._num_weight_changes += 1
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        self._trainer._num_weight_changes += 1
 
     def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        self._trainer.num_weight_changes += 1
+        self._trainer._num_weight_changes += 1
 
 
 def _replaying(
@@ -270,6 +299,12 @@ def _numbers(loss_pass: _LossPass) -> list[int]:
             f"the batch of a loss has no {_NUMBER!r}; keep what _generate_and_score_completions returns"
         )
     return [int(number) for number in loss_pass.numbers_B.tolist()]
+
+
+def _whole(batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts with their completions `[B, S]`, and their attention masks."""
+    ids_BS = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    return ids_BS, torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
 
 
 def _sequences(input_ids_BS: torch.Tensor, attention_mask_BS: torch.Tensor) -> list[Tokens]:
