@@ -14,10 +14,17 @@ from typing import Any
 
 import pytest
 
-from routebook.hosts.vllm.releases import installed_version, release_of
+from routebook.hosts.vllm.releases import installed_version
 from tests.hosts.vllm.cells import CELLS
 
 REPOSITORY = Path(__file__).parents[3]
+
+# By version, not by what a release's module says: to import that is to import vLLM, whose warnings are errors here,
+# and a method that is lost from its list would be a cell that is skipped.
+SKIPPED = {
+    ("ngram", "0.32.0"): "speculation is refused in this release",
+    ("reload", "0.32.0"): "vLLM's own reload fails on this model, whose weights its kernel pads",
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,10 +60,9 @@ def check(told: dict[str, Any], name: str, capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.parametrize("name", CELLS)
 def test_rows_are_those_of_plain_transformers(name, tmp_path, capsys):
-    if name == "ngram" and not release_of(installed_version()).SPECULATION:
-        pytest.skip("speculation is refused in this release")
-    if name == "reload" and installed_version() == "0.32.0":
-        pytest.skip("vLLM's own reload fails on this model, whose weights its kernel pads")
+    reason = SKIPPED.get((name, installed_version()))
+    if reason is not None:
+        pytest.skip(reason)
     told = run("cells", name, str(tmp_path))
     check(told, name, capsys)
     for fact, least in CELLS[name].at_least.items():

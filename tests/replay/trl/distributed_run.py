@@ -41,7 +41,12 @@ class Remembering(EngineRollouts):
         tokens = [[*a, *b] for a, b in pairs]
         generator = np.random.default_rng((trainer.accelerator.process_index, len(self.given)))
         output["routed_experts"] = [
-            RoutedExperts.from_rows(SCHEMA, foreign_rows(len(ids) - 1, generator), ids)
+            RoutedExperts.from_rows(
+                SCHEMA,
+                foreign_rows(len(ids) - 1, generator),
+                ids,
+                version_T=output["weight_version"],
+            )
             for ids in tokens
         ]
         self.given += zip(tokens, output["routed_experts"], strict=True)
