@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from tests.cli import programs
+
 ROUTEBOOK = (sys.executable, "-m", "routebook.cli.main")
 # As if torch were not installed.
 BARE = (
@@ -17,13 +19,7 @@ BARE = (
     "import sys; sys.modules['torch'] = None\n"
     "from routebook.cli.main import main; sys.exit(main(sys.argv[1:]))",
 )
-# As if started from a terminal: a job in the background inherits a deaf ear for interrupts.
-LISTENING = (
-    sys.executable,
-    "-c",
-    "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    "from routebook.cli.main import main; sys.exit(main(sys.argv[1:]))",
-)
+LISTENING = (sys.executable, "-c", programs.LISTENING + programs.RUN)
 ENV = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 

@@ -14,6 +14,7 @@ import pytest
 from routebook.engine.config import EngineConfig
 from routebook.server import run as run_module
 from routebook.server.config import API_KEY_VARIABLE, ServerConfig
+from tests.cli.programs import LISTENING, RUN
 
 SERVER = {
     "host": ("localhost", "localhost"),
@@ -99,7 +100,7 @@ def test_a_model_that_is_not_there_is_told(run):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_serves_until_a_signal_ends_it(number, monkeypatch):
     monkeypatch.setenv(API_KEY_VARIABLE, "from the environment")
-    command = [sys.executable, "-m", "routebook.cli.main", "serve", "tiny", "--port", "0"]
+    command = [sys.executable, "-c", LISTENING + RUN, "serve", "tiny", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         try:
             url = process.stdout.readline().decode().split()[-1]

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-# As if started from a terminal: a job in the background inherits a deaf ear for interrupts.
-LISTENING = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-RUN = "from routebook.cli.main import main; sys.exit(main(sys.argv[1:]))"
+from tests.cli.programs import LISTENING, RUN
+
 # Sends itself a signal when a module is about to be imported.
 SIGNAL_AT_IMPORT = """
 import os
