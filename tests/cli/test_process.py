@@ -16,8 +16,7 @@ ROUTEBOOK = (sys.executable, "-m", "routebook.cli.main")
 BARE = (
     sys.executable,
     "-c",
-    "import sys; sys.modules['torch'] = None\n"
-    "from routebook.cli.main import main; sys.exit(main(sys.argv[1:]))",
+    "import sys; sys.modules['torch'] = None\n" + programs.RUN,
 )
 LISTENING = (sys.executable, "-c", programs.LISTENING + programs.RUN)
 ENV = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,9 +13,9 @@ from routebook.replay import RouteSession
 from tests.families import SERVED
 from tests.replay.distributed_run import seeds_of
 from tests.replay.helpers import foreign_ids, loss_of, tokens
+from tests.replay.rank import run_ranks
 
 pytest.importorskip("accelerate")
-ROOT = Path(__file__).parents[2]
 MODES = (
     "ddp-checkpointed",
     "fsdp2-checkpointed",
@@ -57,25 +54,8 @@ def losses_alone(family, seeds) -> list[float]:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_split_model_takes_its_routes(mode, family, folder):
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--standalone",
-    ]
-    done = subprocess.run(
-        [*launch, "-m", "tests.replay.distributed_run", mode, str(folder)],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    ranks = json.loads(done.stdout.splitlines()[-1])
+    told = run_ranks("tests.replay.distributed_run", 2, mode, folder)
+    ranks = json.loads(told.splitlines()[-1])
     for rank, report in enumerate(ranks):
         # The model's own ids, replayed: gradients bitwise those of the model without a session.
         assert report["equal"]

@@ -3,36 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.replay.rank import run_ranks
+
 pytest.importorskip("trl")
-ROOT = Path(__file__).parents[3]
 
 
 def test_two_processes_replay_each_their_own_rollouts(tmp_path):
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--standalone",
-    ]
-    done = subprocess.run(
-        [*launch, "-m", "tests.replay.trl.distributed_run", str(tmp_path)],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_ranks("tests.replay.trl.distributed_run", 2, tmp_path)
     a, b = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
     for report in (a, b):
         assert report["is_split"] == "DistributedDataParallel"

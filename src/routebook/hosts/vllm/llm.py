@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import vllm
 from vllm.platforms import current_platform
 
 from routebook.errors import RequestError
 from routebook.hosts.vllm.config import HostConfig
 from routebook.hosts.vllm.launch import check_platform, engine_args
-from routebook.routes import Origin, RoutedExperts, RouteSchema
+from routebook.hosts.vllm.step_plan import WEIGHT_VERSION
+from routebook.routes import RoutedExperts, RouteSchema
+from routebook.routes.formats.raw_ids import record_of_hidden_layers
+from routebook.routes.formats.tokens_after import TokensAfter
 
 
 class LLM(vllm.LLM):  # type: ignore[misc]
@@ -56,6 +58,7 @@ class LLM(vllm.LLM):  # type: ignore[misc]
 
         Raises:
             RequestError: the completion has no rows, or not those of its tokens from `start` on.
+            FormatError: what it has are no rows of this model, see :func:`record_of_hidden_layers`.
         """
         completion = request_output.outputs[index]
         ids_THK = completion.routed_experts
@@ -72,11 +75,5 @@ class LLM(vllm.LLM):  # type: ignore[misc]
                 f"completion {index} of request {request_output.request_id} has {len(ids_THK)} rows;"
                 f" {len(token_ids)} tokens from start={start} on have {num_rows}"
             )
-        return RoutedExperts.from_rows(
-            schema,
-            np.ascontiguousarray(ids_THK[:, list(schema.layer_ids)]),
-            token_ids,
-            start=start,
-            origin_T=np.full(num_rows, Origin.TRANSFERRED, np.uint8),
-            version_T=np.zeros(num_rows, np.uint32),
-        )
+        tokens = TokensAfter.of(token_ids, start)
+        return record_of_hidden_layers(ids_THK, schema, tokens, WEIGHT_VERSION)

@@ -31,7 +31,8 @@ from routebook.hosts.vllm.step_plan import PlannedRequest, StepPlan, StoredStep
 from routebook.hosts.vllm.tracked_request import TrackedRequest
 from routebook.ledger import Ledger, ReleaseReason
 from routebook.ledger.base import RouteIds
-from routebook.routes.provenance import Origin
+from routebook.routes.formats.hidden_layers import hidden_shape
+from routebook.routes.provenance import ABSENT
 from routebook.routes.schema import RouteSchema
 
 _log = logging.getLogger(__name__)
@@ -231,14 +232,14 @@ class RowKeeper:
 def _read(ledger: Ledger, request_id: str, start: int, stop: int) -> RouteIds | None:
     """Rows of a living request, or None if one of them is absent."""
     rows = ledger.read(request_id, start, stop)
-    return None if (rows.origin_T == Origin.ABSENT).any() else rows.ids_TLK
+    return None if (rows.origin_T == ABSENT).any() else rows.ids_TLK
 
 
 def _hidden_layers(ids_TLK: RouteIds, schema: RouteSchema) -> RouteIds:
     """The rows as vLLM returns its own: all hidden layers, dense ones as zeros."""
     if schema.num_layers == schema.num_hidden_layers:
         return ids_TLK
-    ids_THK = np.zeros((len(ids_TLK), schema.num_hidden_layers, schema.top_k), schema.dtype)
+    ids_THK = np.zeros(hidden_shape(schema, len(ids_TLK)), schema.dtype)
     ids_THK[:, list(schema.layer_ids)] = ids_TLK
     return ids_THK
 

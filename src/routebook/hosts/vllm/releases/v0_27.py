@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-from torch import nn
 from vllm.model_executor.layers.fused_moe import cpu_fused_moe
-from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
-from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
-from routebook.errors import UncapturableError
 from routebook.hosts.vllm.releases import Write
+from routebook.hosts.vllm.releases.moe_runner import bind_router, moe_layers, uncapturable
+
+__all__ = ["SPECULATION", "bind", "moe_layers"]
 
 SPECULATION: tuple[str, ...] = ("ngram",)
 
@@ -22,29 +21,18 @@ class _Running:
     write: Write | None = None
 
 
-def moe_layers(model: nn.Module) -> Iterator[tuple[str, int, Any]]:
-    """Yield path, decoder layer and module of every MoE layer."""
-    for path, module in model.named_modules():
-        if isinstance(module, MoERunner):
-            yield path, int(module.layer_id), module
-
-
 def bind(path: str, module: Any, write: Write) -> None:
     """Let a layer's router call `write` with its ids.
 
     Raises:
         UncapturableError: the layer's kernel chooses inside, and does not tell.
     """
-    method = module.routed_experts.quant_method
-    if not method.is_monolithic and isinstance(module.router, BaseRouter):
-        module.router.set_capture_fn(write)
+    if bind_router(module, write):
         return
+    method = module.routed_experts.quant_method
     kernel = getattr(method, "cpu_fused_moe", None)
     if kernel is None:
-        raise UncapturableError(
-            f"{path}: the kernel of {type(method).__name__} chooses experts inside and does not tell"
-            " which; use unquantized weights"
-        )
+        raise uncapturable(path, module)
     _tell_choices()
     # A kernel that was bound before, and was not made anew since.
     method.cpu_fused_moe = _telling(getattr(kernel, "told_kernel", kernel), write)

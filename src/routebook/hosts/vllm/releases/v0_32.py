@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
-from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
-from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
-
-from routebook.errors import UncapturableError
 from routebook.hosts.vllm.releases import Write
+from routebook.hosts.vllm.releases.moe_runner import bind_router, moe_layers, uncapturable
+
+__all__ = ["SPECULATION", "bind", "moe_layers"]
 
 SPECULATION: tuple[str, ...] = ()
-
-
-def moe_layers(model: nn.Module) -> Iterator[tuple[str, int, Any]]:
-    """Yield path, decoder layer and module of every MoE layer."""
-    for path, module in model.named_modules():
-        if isinstance(module, MoERunner):
-            yield path, int(module.layer_id), module
 
 
 def bind(path: str, module: Any, write: Write) -> None:
@@ -28,10 +18,5 @@ def bind(path: str, module: Any, write: Write) -> None:
     Raises:
         UncapturableError: the layer's kernel chooses inside, and does not tell.
     """
-    method = module.routed_experts.quant_method
-    if method.is_monolithic or not isinstance(module.router, BaseRouter):
-        raise UncapturableError(
-            f"{path}: the kernel of {type(method).__name__} chooses experts inside and does not tell"
-            " which; use unquantized weights"
-        )
-    module.router.set_capture_fn(write)
+    if not bind_router(module, write):
+        raise uncapturable(path, module)
